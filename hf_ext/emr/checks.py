@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -18,13 +18,20 @@ GIVE_BASE = "Give the base that all tasks were fine-tuned from."
 
 @dataclass(frozen=True, eq=False)
 class TaskModel:
-    """A model to merge: the name of its task, its folder, its tensors, its config.json, and its other files by name."""
+    """A model to merge.
+
+    Attributes:
+        task: the name of its task.
+        assets: its files besides config.json and weights, by name.
+        ties: its weights that other tasks hold apart: by name, the one that it is tied to.
+    """
 
     task: str
     folder: Path
     tensors: TensorSource
     config: dict
     assets: Mapping[str, Path]
+    ties: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def vocabulary(self) -> int | None:

@@ -274,6 +274,7 @@ class MergeFolder:
     def entry(self, task: str, name: str) -> Entry:
         """Returns dtype and shape of a task's tensor."""
         file = self.files[task]
+        name = file.record.ties.get(name, name)
         entry = file.entries.get(OWN + name) or self.elected.entry(name)
         modulated = file.record.modulated.get(name)
         if modulated is None or modulated.rows is None:
@@ -298,6 +299,7 @@ class MergeFolder:
     def tensor(self, task: str, name: str) -> RawTensor:
         """Returns a tensor of a task's model, in memory of its own."""
         file = self.files[task]
+        name = file.record.ties.get(name, name)
         if OWN + name in file.entries:
             tensor = file.read(OWN + name)
             return replace(tensor, data=tensor.data.copy())
@@ -316,7 +318,8 @@ class MergeFolder:
 
     def model(self, task: str) -> TaskModel:
         """Returns a task's model, to merge it with others."""
-        return TaskModel(task, self.folder, self.source(task), self.task_config(task), self.assets(task))
+        ties = self.files[task].record.ties
+        return TaskModel(task, self.folder, self.source(task), self.task_config(task), self.assets(task), ties)
 
     def source(self, task: str) -> TaskSource:
         """Returns the tensors of a task's model."""
@@ -370,7 +373,10 @@ def name_of_task(name: str, task: str, tasks: Sequence[str]) -> str:
 
 
 class TaskSource(TensorSource):
-    """The tensors of one task of a merge. Computes each tensor when it is read."""
+    """The tensors of one task of a merge. Computes each tensor when it is read.
+
+    `names` leaves out the weights that the task ties and other tasks hold apart.
+    """
 
     def __init__(self, merged: MergeFolder, task: str):
         self.name = f"{merged.folder}{OF_TASK}{task}"
@@ -385,6 +391,9 @@ class TaskSource(TensorSource):
 
     def read(self, name: str, out: np.ndarray | None = None) -> RawTensor:
         return self._merged.tensor(self._task, name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._merged.files[self._task].record.ties or super().__contains__(name)
 
     def identity(self, name: str) -> Hashable:
         file, elected = self._merged.files[self._task], self._merged.elected

@@ -22,7 +22,7 @@ from hf_ext.emr.folder import (
     task_folder,
 )
 from hf_ext.emr.reports import COLUMNS, MergeReport, TaskReport
-from hf_ext.emr.tasks import Task, open_task, require_one_structure
+from hf_ext.emr.tasks import Task, open_task, require_one_structure, with_one_name_each
 from hf_ext.emr.writing import MergeWriter
 from hf_ext.errors import CheckpointError, CorruptFileError
 from hf_ext.integration.cards import class_of, write_card
@@ -192,6 +192,7 @@ def _write(
         for written in (out, *(out / task_folder(name) for name in tasks)):
             require_another_folder(written, needed)
         require_one_structure(models)
+        models = with_one_name_each(models, base)
         MergeWriter(base, _config_of(base), models, stage, merged).write(rescale, max_shard_size)
         finished = report(stage)
         names = [task for task in tasks.values() if isinstance(task, str | os.PathLike)]

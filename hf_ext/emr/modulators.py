@@ -82,6 +82,7 @@ class TaskRecord:
         elected: digest of the elected weights that the masks belong to.
         modulated: the tensors that are made from elected ones.
         shared: the tensors that are stored unchanged among the elected weights.
+        ties: weights that the task ties and other tasks hold apart: by name, the tensor that they are tied to.
         files: paths of the checkpoint's files besides config.json and the weights, with slashes.
         config: XXH3-64 of the task's config.json.
         report: figures for people, see reports.py.
@@ -92,6 +93,7 @@ class TaskRecord:
     elected: str
     modulated: dict[str, Modulated] = field(default_factory=dict)
     shared: list[str] = field(default_factory=list)
+    ties: dict[str, str] = field(default_factory=dict)
     files: list[str] = field(default_factory=list)
     config: str = ""
     report: dict[str, float] = field(default_factory=dict)
@@ -182,6 +184,8 @@ class TaskFile:
             raise CorruptFileError(f"The header of {path} contains invalid values: {error}.") from error
         stored = [key.removeprefix(OWN) for key in self.entries if key.startswith(OWN)]
         self._names = dict.fromkeys(sorted([*self.record.modulated, *self.record.shared, *stored]))
+        if lost := self.record.ties.values() - self._names.keys():
+            raise CorruptFileError(f"{path} is damaged: it ties weights to '{min(lost)}', which it does not have. {REPAIR}")
 
     def require_whole(self) -> None:
         """Raises CorruptFileError if the file was cut off since it was opened."""
@@ -251,7 +255,7 @@ def _record_of(fields: dict[str, Any]) -> TaskRecord:
             raise ValueError(f"scale {scale!r} and rows {rows!r} of '{name}'")
     texts = [record.task, record.elected, record.config, *record.shared, *record.files]
     texts += [modulated.prior for modulated in record.modulated.values()]
-    texts += [*record.checksums, *record.checksums.values()]
+    texts += [*record.checksums, *record.checksums.values(), *record.ties, *record.ties.values()]
     if not all(isinstance(text, str) for text in texts):
         raise ValueError("a name that is no text")
     for name in record.files:

@@ -16,6 +16,7 @@ from hf_ext.emr.saving import MergedSaving
 from hf_ext.emr.switching import SetTask
 from hf_ext.errors import CheckpointError
 from hf_ext.integration import compat
+from hf_ext.integration.in_place import untie
 from hf_ext.integration.quantizer import DecodingQuantizer
 from hf_ext.integration.save_hooks import PushToHub
 from hf_ext.storage.safetensors_file import Entry, RawTensor
@@ -57,6 +58,7 @@ class EMRQuantizer(DecodingQuantizer):
                 from hf_ext.integration.weight_plan import plan_of
 
                 self.plan = plan_of(model, self.source.names())[0]
+        untie(model, self.plan)
         model.tasks = list(self.merged.tasks)
         model.active_task = self.merged.tasks[0]
         model.set_task = SetTask(model, self.merged, self.plan)
@@ -73,7 +75,8 @@ class _FirstTask(TensorSource):
     def __init__(self, merged: MergeFolder):
         self.name = str(merged.folder)
         self.merged = merged
-        self.holder = {name: task for task in reversed(merged.tasks) for name in merged.files[task].names()}
+        files = {task: merged.files[task] for task in reversed(merged.tasks)}
+        self.holder = {name: task for task, file in files.items() for name in [*file.names(), *file.record.ties]}
 
     def names(self) -> list[str]:
         return self.merged.elected.names()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -14,12 +15,13 @@ from hf_ext.emr.checks import TaskModel
 from hf_ext.emr.modulators import is_asset
 from hf_ext.errors import CheckpointError
 from hf_ext.integration.config_change import difference
+from hf_ext.integration.weight_plan import skeleton_of, ties_of
 from hf_ext.storage.config_file import CONFIG, ENCODINGS, read_config
 from hf_ext.storage.files import scan
 from hf_ext.storage.hub import downloaded
 from hf_ext.storage.layout import ADAPTER_CONFIG, all_weights
 from hf_ext.storage.open import open_checkpoint
-from hf_ext.storage.source import TensorSource
+from hf_ext.storage.source import Renamed, TensorSource
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -68,6 +70,37 @@ def assets_of(folder: Path) -> dict[str, Path]:
     """Returns the files of a model besides config.json and weights, by their path in the folder."""
     names = [path.as_posix() for path in sorted(scan(folder)) if (folder / path).is_file()]
     return {name: folder / name for name in names if is_asset(name)}
+
+
+def with_one_name_each(models: Sequence[TaskModel], base: TensorSource) -> list[TaskModel]:
+    """Returns the models with one name for each weight: one that is found in the base, if a model has it there.
+
+    A model that breaks a tie keeps the tied weight under its own name. The others have that name in their `ties`.
+    """
+    ties = ties_of(skeleton_of(models[0].config), base.names(), *(model.tensors.names() for model in models))
+    views = [{name: name for name in model.tensors.names()} for model in models]
+    tied: list[dict[str, str]] = [dict(model.ties) for model in models]
+    for group in ties.groups(dict.fromkeys([*(name for names in views for name in names), *base.names()])):
+        used = [name for name in group if any(name in names for names in views)]
+        known = [name for name in group if name in base]
+        fitting = (name for name in used if base.twin_of(name) in known)
+        one = next(fitting, (known or used)[0])
+        held = [[name for name in used if name in names] for names in views]
+        apart = set()
+        for model, names, view in zip(models, held, views):
+            if names:
+                first, *others = model.tensors.distinct(sorted(names, key=lambda name: name != one))
+                apart |= {*others}
+                for name in names:
+                    del view[name]
+                view |= {one: first} | {name: name for name in others}
+        for names, view, own in zip(held, views, tied):
+            own |= {name: one for name in sorted(apart - view.keys()) if names}
+    return [replace(model, tensors=_renamed(model.tensors, names), ties=own) for model, names, own in zip(models, views, tied)]
+
+
+def _renamed(tensors: TensorSource, names: dict[str, str]) -> TensorSource:
+    return tensors if [*names] == [*names.values()] == tensors.names() else Renamed(tensors, names)
 
 
 def require_one_structure(models: Sequence[TaskModel]) -> None:

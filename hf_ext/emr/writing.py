@@ -101,7 +101,7 @@ class MergeWriter:
                     self.writers[model].finish(self._record(model, digest, rescale))
                 else:
                     assert self.standing is not None
-                    copy_task(self.standing.files[model.task], folder / FILE, elected=digest)
+                    copy_task(self.standing.files[model.task], folder / FILE, elected=digest, ties=dict(model.ties))
         finally:
             for writer in self.writers.values():
                 writer.close()
@@ -216,7 +216,7 @@ class MergeWriter:
         """Returns the record of a new task. Gives the task's own tensors to its writer."""
         sums = self.sums[model]
         config = xxhash.xxh3_64_hexdigest((self.out / task_folder(model.task) / CONFIG).read_bytes())
-        record = TaskRecord(model.task, digest, files=list(model.assets), config=config)
+        record = TaskRecord(model.task, digest, files=list(model.assets), config=config, ties=dict(model.ties))
         values = {name: math.prod(model.tensors.entry(name).shape) for name in sums}
         weights = {name: 1 / max(values[name], 1) if rescale == "tensor_mean" else 1 for name in sums}
         totals = {

@@ -130,7 +130,7 @@ def _change(model: PreTrainedModel, source: TensorSource, text: dict, generation
     """Returns the changes besides the weights, after checking that they are possible."""
     config = model.config.to_dict()
     kinds = config.get("model_type"), text.get("model_type")
-    new = type(model.config).from_dict(dict(text)).to_dict() | {"dtype": config.get("dtype")}
+    new = compat.config_of(type(model.config), text).to_dict() | {"dtype": config.get("dtype")}
     differs = ("model_type", *kinds) if kinds[0] != kinds[1] else difference(config, new)
     if differs:
         key, here, there = differs

@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -102,6 +103,13 @@ def model_of(kind: type[PreTrainedModel], config: PretrainedConfig) -> PreTraine
     """Returns a model of a configuration, as `AutoModel.from_config` builds it: the configurations of its parts get its dtype.
     Where the class has no such method, they keep theirs."""
     return getattr(kind, "_from_config", kind)(config)
+
+
+def config_of(kind: type[PretrainedConfig], entries: dict) -> PretrainedConfig:
+    """Returns the configuration of a config.json's entries, as `from_pretrained` reads it: JSON has no infinite numbers, which
+    Transformers writes in a form of its own. Where its function is gone, a configuration with one is refused as invalid."""
+    decode = getattr(kind, "_decode_special_floats", deepcopy)
+    return kind.from_dict(decode(deepcopy(entries)))
 
 
 def let_serve_load(config: type[PretrainedConfig], model: type[PreTrainedModel]) -> None:

@@ -81,10 +81,10 @@ def change_between(
         CheckpointError: modules of the two models cannot become each other, or the generation settings are invalid.
     """
     kind = type(model.config)
-    before = after = kind.from_dict(deepcopy(configs[0]))
+    before = after = compat.config_of(kind, configs[0])
     shapes, sizes, settings = None, [], None
     if configs[0] != configs[1]:
-        after = kind.from_dict(deepcopy(configs[1]))
+        after = compat.config_of(kind, configs[1])
         if _structure(configs[0]) != _structure(configs[1]) or before.num_labels != after.num_labels:
             with torch.device("meta"), compat.no_init_weights():  # the sizes that the class itself gives
                 models = [compat.model_of(type(model), config) for config in (before, after)]
@@ -130,7 +130,7 @@ def _sizes(first: dict[str, torch.nn.Module], second: dict[str, torch.nn.Module]
 def _entries(config: dict, prefix: str = "") -> dict[str, object]:
     """Returns the entries of a config.json, with the defaults of its class, by their path."""
     if not prefix and config.get("model_type") in CONFIG_MAPPING:
-        config = CONFIG_MAPPING[config["model_type"]].from_dict(deepcopy(config)).to_dict()
+        config = compat.config_of(CONFIG_MAPPING[config["model_type"]], config).to_dict()
     flat: dict[str, object] = {}
     for key, value in config.items():
         path = f"{prefix}{key}"

@@ -207,6 +207,17 @@ class LiveWeights:
             self.set({name: self.tensors[origin]})
 
 
+def untie(model: PreTrainedModel, plan: Sequence[Loaded]) -> None:
+    """Unties the weights that a checkpoint holds apart. Transformers has tied them if their tensors were equal."""
+    targets = {loaded.target for loaded in plan}
+    for name, origin in [*model.all_tied_weights_keys.items()]:
+        weight = model.get_parameter_or_buffer(name)
+        if {name, origin} <= targets and not weight.is_meta:
+            path, _, key = name.rpartition(".")
+            setattr(model.get_submodule(path), key, torch.nn.Parameter(weight.detach().clone(), weight.requires_grad))
+            del model.all_tied_weights_keys[name]
+
+
 def is_same(weight: torch.Tensor, tensor: torch.Tensor) -> bool:
     """Checks whether a weight equals a tensor bit for bit, after the tensor is moved to the weight's type and device."""
     tensor = tensor.to(dtype=weight.dtype, device=weight.device)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 
 import torch
+import transformers
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightTransform
 
+from hf_ext.errors import CheckpointError
+from hf_ext.integration import compat
 from hf_ext.integration.decoding import AnyTensor, own_operations, unused
 from hf_ext.integration.renaming import destinations
+from hf_ext.storage.names import Names, Ties
 from hf_ext.storage.source import TensorSource
 
 
@@ -79,3 +83,53 @@ def plan_of(model: PreTrainedModel, names: Iterable[str]) -> tuple[list[Loaded],
         used.setdefault(target, converter_of.get(pattern) if pattern else None)
     plan = [Loaded.of(target, dict(tensors), used[target]) for target, tensors in sources.items()]
     return plan, sorted(names - places.keys())
+
+
+def skeleton_of(config: dict) -> PreTrainedModel | None:
+    """Returns the model of a config.json, without weights; None if Transformers has no class of that name or refuses the
+    configuration."""
+    kind = getattr(transformers, str((config.get("architectures") or [""])[0]), None)
+    if not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):
+        return None
+    try:
+        with torch.device("meta"), compat.no_init_weights():
+            return compat.model_of(kind, compat.config_of(kind.config_class, config))  # type: ignore[attr-defined]
+    except Exception:  # a stranger's file may hold anything
+        return None
+
+
+def ties_of(model: PreTrainedModel | None, *files: Collection[str]) -> Ties:
+    """Returns the names that stand for one weight: those that the model ties, and those of one weight in different files.
+
+    Args:
+        model: without weights; None if it is not known. Then names are compared by their endings.
+        files: the names of the tensors in each file.
+
+    Raises:
+        CheckpointError: two files hold a weight in different forms: experts one by one and stacked, for instance.
+    """
+    aliases: dict[str, str] = {}
+    if model is None:
+        known = set(files[0])
+        for names in files[1:]:
+            lookup = Names(known)
+            twins = {name: lookup.twin_of(name) for name in names if name not in known}
+            aliases |= {name: twin for name, twin in twins.items() if twin and twin not in names}
+            known |= {*names} - aliases.keys()
+        return Ties({}, aliases)
+    kinds = {frozenset(names) for names in files}
+    if len(kinds) > 1:
+        whole: dict[str, str] = {}
+        parts: dict[str, str] = {}
+        mapping, state = get_model_conversion_mapping(model), model.state_dict()
+        for names in kinds:
+            for name, place in destinations(names, mapping, model.base_model_prefix, state).items():
+                (parts if place.pattern else whole).setdefault(place.target, name)
+                if place.pattern is None and name != place.target:
+                    aliases[name] = place.target
+        if both := sorted(whole.keys() & parts.keys()):
+            raise CheckpointError(
+                f"'{parts[both[0]]}' and '{whole[both[0]]}' are two forms of one weight. Load each checkpoint with "
+                "Transformers, save it again, and give the new folders."
+            )
+    return Ties(model.all_tied_weights_keys, aliases)

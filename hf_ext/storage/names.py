@@ -52,15 +52,19 @@ class Ties:
 
     Args:
         ties: by weight, the weight that it is tied to, as in `all_tied_weights_keys` of a Transformers model.
+        aliases: by name in a file, the model's name of that weight, where the two differ.
     """
 
-    def __init__(self, ties: Mapping[str, str]):
+    def __init__(self, ties: Mapping[str, str], aliases: Mapping[str, str] | None = None):
+        self._aliases = aliases or {}
         self._group_of: dict[str, list[str]] = {}
         for name, origin in ties.items():
             group = self._group_of.setdefault(origin, [origin])
             group += [member for member in self._group_of.get(name, [name]) if member not in group]
             self._group_of |= dict.fromkeys(group, group)
-        self._names = Names(self._group_of)
+        self._tied = Names(self._group_of)
+        for name in self._aliases.values():
+            self._group_of.setdefault(name, [name])
 
     def __bool__(self) -> bool:
         return bool(self._group_of)
@@ -68,16 +72,23 @@ class Ties:
     def others(self, name: str) -> list[str]:
         """Returns the model's names of the weights that `name`, as a file has it, is tied to. First the one that the model ties
         the others to."""
-        member = self._names.twin_of(name)
+        member = self._member(name)
         return [other for other in self._group_of.get(member or "", ()) if other != member]
 
     def groups(self, names: Iterable[str]) -> list[list[str]]:
-        """Returns those of a file's names that stand for tied weights: a list for each weight, which mostly has one name."""
-        groups: dict[str, list[str]] = {}
+        """Returns those of a file's names that stand for tied weights: a list for each weight, which mostly has one name. Its
+        first name is the one that the model ties the others to, if the file has that."""
+        groups: dict[str, list[tuple[int, str]]] = {}
         for name in names:
-            if member := self._names.twin_of(name):
-                groups.setdefault(self._group_of[member][0], []).append(name)
-        return list(groups.values())
+            if member := self._member(name):
+                group = self._group_of[member]
+                groups.setdefault(group[0], []).append((group.index(member), name))
+        return [[name for _, name in sorted(group, key=lambda entry: entry[0])] for group in groups.values()]
+
+    def _member(self, name: str) -> str | None:
+        """Returns the model's name of a weight that is tied or has an alias."""
+        name = self._aliases.get(name, name)
+        return name if name in self._group_of else self._tied.twin_of(name)
 
 
 def layer_of(name: str) -> tuple[str, str] | None:

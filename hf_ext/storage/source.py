@@ -77,9 +77,45 @@ class TensorSource(ABC):
         """Returns the name that the weight `name` has here, see names.py; None if it is not here."""
         return self._names.twin_of(name, self.ties)
 
+    def distinct(self, names: Sequence[str]) -> list[str]:
+        """Returns the first of some names of one weight, and those whose tensors differ from the first one's."""
+        kinds = {name: (self.entry(name)[:2], self.identity(name)) for name in names}
+        return [name for name in names if name == names[0] or kinds[name] != kinds[names[0]]]
+
     @cached_property
     def _names(self) -> Names:
         return Names(self.names())
+
+
+class Renamed(TensorSource):
+    """A source whose tensors have other names.
+
+    Args:
+        source: the source.
+        names: by new name, the name there.
+    """
+
+    def __init__(self, source: TensorSource, names: Mapping[str, str]):
+        self.name, self.revision, self.paths = source.name, source.revision, source.paths
+        self._source, self._own = source, names
+
+    def names(self) -> list[str]:
+        return list(self._own)
+
+    def entry(self, name: str) -> Entry:
+        return self._source.entry(self._own[name])
+
+    def read(self, name: str, out: np.ndarray | None = None) -> RawTensor:
+        return self._source.read(self._own[name], out)
+
+    def read_rows(self, name: str, begin: int, end: int) -> RawTensor:
+        return self._source.read_rows(self._own[name], begin, end)
+
+    def release(self, name: str, begin: int = 0, end: int | None = None) -> None:
+        self._source.release(self._own[name], begin, end)
+
+    def require_whole(self) -> None:
+        self._source.require_whole()
 
 
 class NoBase(TensorSource):

@@ -88,13 +88,13 @@ def test_a_tied_weight_is_found_under_each_of_its_names(ties, names, name, twin)
     [
         (LLAMA, ["model.norm.weight", "model.embed_tokens.weight"], [["model.embed_tokens.weight"]]),
         (LLAMA, ["embed_tokens.weight", "lm_head.weight"], [["embed_tokens.weight", "lm_head.weight"]]),
-        (T5, ["encoder.embed_tokens.weight", "x.bias", "shared.weight"], [["encoder.embed_tokens.weight", "shared.weight"]]),
+        (T5, ["encoder.embed_tokens.weight", "x.bias", "shared.weight"], [["shared.weight", "encoder.embed_tokens.weight"]]),
         (
             MASKED,
             ["cls.predictions.bias", "bert.embeddings.word_embeddings.weight", "cls.predictions.decoder.bias"],
             [["cls.predictions.bias", "cls.predictions.decoder.bias"], ["bert.embeddings.word_embeddings.weight"]],
         ),
-        (Ties({"b.w": "a.w", "c.w": "b.w"}), ["c.w", "a.w"], [["c.w", "a.w"]]),
+        (Ties({"b.w": "a.w", "c.w": "b.w"}), ["c.w", "a.w"], [["a.w", "c.w"]]),
         (Ties({}), ["lm_head.weight"], []),
     ],
 )

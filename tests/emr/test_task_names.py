@@ -1,0 +1,190 @@
+"""Tasks whose files have other names for the weights, or tie others, merge as the same tasks under one set of names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tiny_merges import same_tensors, tensors_of
+from tiny_models import GROUPED, SIZES, bert, llama, perturb, qwen_moe, t5
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    BertConfig,
+    BertForMaskedLM,
+    BertModel,
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    PreTrainedModel,
+)
+
+from hf_ext import CheckpointError, emr, fm_delta
+from hf_ext.emr.folder import MergeFolder
+
+HEAD, EMBEDDING, T5_EMBEDDING = "lm_head.weight", "model.embed_tokens.weight", "encoder.embed_tokens.weight"
+Edit = Callable[[dict], dict]
+
+
+def tied_llama() -> PreTrainedModel:
+    return llama(tied=True)
+
+
+def masked_bert() -> PreTrainedModel:
+    torch.manual_seed(0)
+    sizes = SIZES | {"hidden_size": 48, "intermediate_size": 64, "max_position_embeddings": 32}
+    return BertForMaskedLM(BertConfig(**sizes))
+
+
+def bart() -> PreTrainedModel:
+    torch.manual_seed(0)
+    sizes = {f"{side}_{key}": value for side in ("encoder", "decoder") for key, value in (("layers", 1), ("ffn_dim", 48))}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "max_position_embeddings": 32}
+    return BartForConditionalGeneration(BartConfig(vocab_size=96, d_model=32, **sizes, **heads))
+
+
+def llava() -> PreTrainedModel:
+    """Its two towers have layers of the same names."""
+    torch.manual_seed(0)
+    text = LlamaConfig(**GROUPED, hidden_size=32, intermediate_size=48)
+    vision = CLIPVisionConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, image_size=16)
+    return LlavaForConditionalGeneration(LlavaConfig(text_config=text, vision_config=vision, image_token_id=5))
+
+
+def renamed(*pairs: tuple[str, str]) -> Edit:
+    def edit(tensors: dict) -> dict:
+        for old, new in pairs:
+            tensors = {name.replace(old, new): tensor for name, tensor in tensors.items()}
+        return tensors
+
+    return edit
+
+
+def without_prefix(prefix: str) -> Edit:
+    return lambda tensors: {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+
+
+def twice(name: str, origin: str) -> Edit:
+    return lambda tensors: tensors | {name: tensors[origin].clone()}
+
+
+def plain(tensors: dict) -> dict:
+    return tensors
+
+
+GAMMA = renamed(("LayerNorm.weight", "LayerNorm.gamma"), ("LayerNorm.bias", "LayerNorm.beta"))
+NEW_LLAVA = renamed(
+    ("language_model.model.", "model.language_model."),
+    ("language_model.lm_head", "lm_head"),
+    ("vision_tower", "model.vision_tower"),
+    ("multi_modal", "model.multi_modal"),
+)
+
+
+def write(model: PreTrainedModel, folder: Path, edit: Edit = plain) -> Path:
+    model.save_pretrained(folder)
+    save_file(edit(tensors_of(folder)), folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def states(merged: Path, kind: type[PreTrainedModel], out: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """The weights of every task in memory. The extracted checkpoint and the switched model have the same."""
+    model, tasks = kind.from_pretrained(merged), {}
+    for task in [*model.tasks, model.tasks[0]]:
+        model.set_task(task)
+        tasks[task] = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    emr.verify(merged)
+    for task, state in tasks.items():
+        emr.extract(merged, task, out / task)
+        same_tensors(kind.from_pretrained(out / task).state_dict(), state)
+    return tasks
+
+
+@pytest.mark.parametrize(
+    ("build", "edits"),
+    [
+        (bert, (plain, GAMMA, plain)),
+        (bert, (GAMMA, plain, GAMMA)),
+        (bert, (plain, plain, without_prefix("bert."))),
+        (bert, (without_prefix("bert."), GAMMA, without_prefix("bert."))),
+        (masked_bert, (plain, twice("cls.predictions.decoder.bias", "cls.predictions.bias"), plain)),
+        (tied_llama, (plain, renamed((EMBEDDING, HEAD)), plain)),
+        (tied_llama, (plain, renamed((EMBEDDING, HEAD)), renamed((EMBEDDING, HEAD)))),
+        (tied_llama, (renamed((EMBEDDING, HEAD)), plain, renamed((EMBEDDING, HEAD)))),
+        (tied_llama, (plain, plain, twice(HEAD, EMBEDDING))),
+        (tied_llama, (twice(HEAD, EMBEDDING), plain, without_prefix("model."))),
+        (t5, (plain, renamed(("shared", "encoder.embed_tokens")), plain)),
+        (t5, (renamed(("shared", "decoder.embed_tokens")), twice(T5_EMBEDDING, "shared.weight"), plain)),
+        (bart, (plain, renamed(("model.shared", "model.encoder.embed_tokens")), renamed(("model.shared", "lm_head")))),
+        (llava, (plain, NEW_LLAVA, plain)),
+        (llava, (NEW_LLAVA, plain, plain)),
+    ],
+)
+def test_names_make_no_difference(tmp_path, build, edits):
+    model = build()
+    tuned = [model, perturb(model, 1), perturb(model, 2)]
+    results = []
+    for place, used in (("plain", (plain,) * 3), ("edited", edits)):
+        names = ("base", "a", "b")
+        base, a, b = (write(*parts) for parts in zip(tuned, (tmp_path / place / name for name in names), used))
+        emr.merge(base, {"a": a, "b": b}, tmp_path / place / "merged")
+        assert len(MergeFolder(tmp_path / place / "merged").elected.names()) == len(tensors_of(tmp_path / "plain/a"))
+        results.append(states(tmp_path / place / "merged", type(model), tmp_path / place / "extracted"))
+    for task in ("a", "b"):
+        same_tensors(results[1][task], results[0][task])
+
+
+@pytest.mark.parametrize("order", ["tied first", "tied last", "added", "added to ties"])
+@pytest.mark.parametrize(
+    ("build", "one", "other"),
+    [
+        (tied_llama, EMBEDDING, HEAD),
+        (t5, "shared.weight", HEAD),
+        (masked_bert, "bert.embeddings.word_embeddings.weight", "cls.predictions.decoder.weight"),
+    ],
+)
+def test_a_task_that_breaks_a_tie_leaves_the_others_tied(tmp_path, build, one, other, order):
+    model = build()
+    base, tied = write(model, tmp_path / "base"), write(perturb(model, 1), tmp_path / "tied")
+    seed = 1 if order.startswith("added") else 2
+    apart = write(perturb(model, seed), tmp_path / "apart", lambda tensors: tensors | {other: tensors[one] + 0.05})
+    tasks = {"tied": tied, "apart": apart}
+    if order == "tied last":
+        tasks = {"apart": apart, "tied": tied}
+    if order.startswith("added"):
+        first, second = ("tied", "apart") if order == "added to ties" else ("apart", "tied")
+        emr.merge(base, {first: tasks[first]}, tmp_path / "first")
+        emr.add_task(tmp_path / "first", second, tasks[second], tmp_path / "merged")
+    else:
+        emr.merge(base, tasks, tmp_path / "merged")
+    results = states(tmp_path / "merged", type(model), tmp_path / "out")
+    assert torch.equal(results["tied"][other], results["tied"][one])
+    assert torch.equal(results["apart"][other], type(model).from_pretrained(tasks["apart"]).state_dict()[other])
+    assert not torch.equal(results["apart"][other], results["apart"][one])
+    if order == "tied first":  # its plain checkpoint holds the weight once, as before
+        assert tensors_of(tmp_path / "out/tied").keys() == tensors_of(tied).keys()
+        model = fm_delta.switch(type(model).from_pretrained(tied), tmp_path / "out/tied")
+        same_tensors(model.state_dict(), results["tied"])
+
+
+def test_two_forms_of_one_weight_are_named(tmp_path):
+    model = qwen_moe()
+    base, a = write(model, tmp_path / "base"), write(perturb(model, 1), tmp_path / "a")
+    b = write(perturb(model, 2), tmp_path / "b", lambda tensors: perturb(model, 2).state_dict())
+    with pytest.raises(CheckpointError, match=r"experts\.0\..*experts\.down_proj.* are two forms of one weight"):
+        emr.merge(base, {"a": a, "b": b}, tmp_path / "merged")
+
+
+def test_names_of_a_class_of_its_own_are_compared_by_their_ends(tmp_path):
+    model = bert().bert
+    base = write(model, tmp_path / "base")
+    tuned = perturb(model, 1), perturb(model, 2)
+    for one in tuned:
+        one.config.architectures = ["OwnModel"]
+    a, b = write(tuned[0], tmp_path / "a", GAMMA), write(tuned[1], tmp_path / "b")
+    emr.merge(base, {"a": a, "b": b}, tmp_path / "merged")
+    states(tmp_path / "merged", BertModel, tmp_path / "out")
