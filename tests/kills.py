@@ -8,10 +8,13 @@ import re
 import shutil
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+_FORKS = threading.Lock()  # filelock refuses a fork while another thread forks
 
 
 def in_child(work: Callable[[], object]) -> tuple[int | None, str]:
@@ -26,7 +29,8 @@ def in_child(work: Callable[[], object]) -> tuple[int | None, str]:
             sender.send(f"{type(error).__name__}: {error}")
 
     child = context.Process(target=report)
-    child.start()
+    with _FORKS:
+        child.start()
     sender.close()
     try:
         answer = receiver.recv() if receiver.poll(60) else "no answer"

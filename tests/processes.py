@@ -3,12 +3,14 @@ test's time.
 
 Transformers, PEFT and huggingface_hub read settings from the environment as they are imported. So one process imports them for
 each set of settings (the variables HF_…, HUGGING… and TRANSFORMERS_…), and forks for each run. Where starting, importing or the
-memory of a process is what is tested, `subprocess` runs it.
+memory of a process is what is tested, `subprocess` runs it. On a machine with an accelerator it runs all: no fork of a process
+that has looked for one can use it.
 """
 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import gc
 import importlib
 import multiprocessing
@@ -74,6 +76,9 @@ def python(
     `subprocess.run(…, capture_output=True, text=True)` returns. Without `hosts` only PyTorch is imported."""
     command = [os.fspath(argument) if isinstance(argument, os.PathLike) else str(argument) for argument in arguments]
     env = dict(os.environ if env is None else env)
+    if _has_accelerator():
+        command, env = [sys.executable, *command], env | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        return subprocess.run(command, cwd=cwd, env=env, timeout=timeout, capture_output=True, text=True)
     with TemporaryDirectory() as folder:
         streams = [Path(folder, name) for name in ("stdout", "stderr")]
         code = _Parent.of(env if hosts else {}).run(command, os.fspath(cwd), env, streams, timeout=timeout)
@@ -90,8 +95,8 @@ def loads_without_plugin(*targets: str) -> tuple[list[str], str]:
 
 
 def on_ranks(function: Callable[..., None], *arguments: object, count: int = 2) -> list[int | None]:
-    """Calls `function(rank, *arguments)` in a fork for each rank of a distributed job, and returns their exit codes."""
-    context = multiprocessing.get_context("fork")
+    """Calls `function(rank, *arguments)` in a process for each rank of a distributed job, and returns their exit codes."""
+    context = multiprocessing.get_context("spawn" if _has_accelerator() else "fork")
     ranks = [context.Process(target=_on_one_thread, args=(function, rank, *arguments)) for rank in range(count)]
     for rank in ranks:
         rank.start()
@@ -99,6 +104,12 @@ def on_ranks(function: Callable[..., None], *arguments: object, count: int = 2) 
         rank.join(120)
         rank.kill()
     return [rank.exitcode for rank in ranks]
+
+
+def _has_accelerator() -> bool:
+    import torch
+
+    return torch.accelerator.is_available()
 
 
 def _on_one_thread(function: Callable[..., None], *arguments: object) -> None:
@@ -118,6 +129,8 @@ def peak_above(action: Callable[[], object]) -> int:
         while not done.wait(0.001):
             seen.append(held())
 
+    with suppress(AttributeError):  # other C libraries have no such function
+        ctypes.CDLL(None).malloc_trim(0)  # else `action` fills what this process has freed but not returned
     before, seen, done = held(), list[int](), threading.Event()
     watcher = threading.Thread(target=watch)
     watcher.start()

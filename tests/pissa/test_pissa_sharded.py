@@ -117,6 +117,7 @@ def _load_on_one_rank(rank: int, folder: str) -> None:
     os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true", "LOCAL_RANK": str(rank)}
     from accelerate import FullyShardedDataParallelPlugin
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+    from torch.distributed import init_device_mesh
     from transformers import AutoModelForCausalLM
 
     join(rank, folder)
@@ -125,8 +126,10 @@ def _load_on_one_rank(rank: int, folder: str) -> None:
     )
     # An `Accelerator` uses FSDP on accelerators only.
     accelerator = SimpleNamespace(
-        state=SimpleNamespace(fsdp_plugin=plugin), is_main_process=rank == 0, mixed_precision="no", device=torch.device("cpu")
-    )
+        state=SimpleNamespace(fsdp_plugin=plugin), is_main_process=rank == 0, mixed_precision="no", device=torch.device("cpu"),
+        torch_device_mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("shards",)),
+        parallelism_config=SimpleNamespace(fsdp_dim_names=("shards",)),
+    )  # fmt: skip
     base = AutoModelForCausalLM.from_pretrained(f"{folder}/base")
     model = get_peft_model(base, PissaConfig(r=4, target_modules="all-linear"))
     model = fsdp2_prepare_model(accelerator, model)
