@@ -66,7 +66,7 @@ def moved(model: nn.Module, seed: int = 1) -> nn.Module:
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         if parameter.requires_grad:
-            parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+            parameter += 0.02 * torch.randn(parameter.shape, generator=generator).to(parameter.device)
     return model
 
 
@@ -83,4 +83,4 @@ def trainable(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def difference(first: torch.Tensor, second: torch.Tensor) -> float:
-    return (first - second).abs().max().item()
+    return (first.cpu() - second.cpu()).abs().max().item()

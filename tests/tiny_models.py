@@ -136,10 +136,19 @@ def in_own_memory(model: torch.nn.Module) -> torch.nn.Module:
 
 def inputs(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     tokens = torch.arange(2 * 9).reshape(2, 9) * 5 % VOCABULARY
-    return {"input_ids": tokens} | ({"decoder_input_ids": tokens[:, :4]} if model.config.is_encoder_decoder else {})
+    more = {"decoder_input_ids": tokens[:, :4]} if model.config.is_encoder_decoder else {}
+    return placed({"input_ids": tokens} | more, model)
+
+
+def placed(inputs: dict[str, torch.Tensor], model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The inputs on the model's device: bitsandbytes, pipelines and `Trainer` move models to an accelerator by themselves."""
+    device = torch.device("cpu") if model.device.type == "meta" else model.device  # "meta": its weights are on the disk
+    return {name: tensor.to(device) for name, tensor in inputs.items()}
 
 
 def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Compares values and types; the tensors may be on two devices."""
+    first, second = first.cpu(), second.cpu()
     return (
         first.dtype == second.dtype
         and first.shape == second.shape

@@ -194,16 +194,17 @@ for name, config in (("pissa", hf_ext.PissaConfig), ("qpissa", hf_ext.QPissaConf
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter += 0.01
-        expected = model.eval()(tokens).logits
+        expected = model.eval()(tokens.to(model.device)).logits
     model.push_to_hub(f"me/{name}")
     with torch.no_grad():
         adapter = f"me/{name}"
-        loaded = AutoPeftModelForCausalLM.from_pretrained(adapter, **quantization).eval()(tokens).logits
+        loaded = AutoPeftModelForCausalLM.from_pretrained(adapter, **quantization)
+        loaded = loaded.eval()(tokens.to(loaded.device)).logits
         print((loaded - expected).abs().max().item())
         again = PeftModel.from_pretrained(
             AutoModelForCausalLM.from_pretrained("me/base", **quantization), adapter, config=config.from_pretrained(adapter)
         )
-        print((again.eval()(tokens).logits - expected).abs().max().item())
+        print((again.eval()(tokens.to(again.device)).logits - expected).abs().max().item())
 """
 
 

@@ -43,7 +43,8 @@ def examples(count: int) -> list[dict]:
 def train(model: PeftModel, out: Path, resume: str | None = None, callbacks=(), **options) -> Trainer:
     settings = {"max_steps": 6, "save_steps": 2, "per_device_train_batch_size": 4, "learning_rate": 1e-2, "logging_steps": 2}
     settings["seed"] = training_seed()
-    arguments = TrainingArguments(output_dir=str(out), use_cpu=True, report_to=[], disable_tqdm=True, **(settings | options))
+    settings["use_cpu"] = model.device.type == "cpu"  # bitsandbytes has chosen
+    arguments = TrainingArguments(output_dir=str(out), report_to=[], disable_tqdm=True, **(settings | options))
     trainer = Trainer(model, arguments, train_dataset=examples(16), eval_dataset=examples(8), callbacks=[*callbacks])
     trainer.train(resume_from_checkpoint=resume)
     return trainer

@@ -81,8 +81,9 @@ def test_the_start_has_less_error_than_the_quantized_model(base, quantization):
     errors = torch.zeros(2)
     for name, weight in start.items():
         dense, quantized = (model.get_submodule(name.removeprefix("base_model.model.")) for model in (original, plain))
-        expected = dense.weight.T if isinstance(dense, Conv1D) else dense.weight
-        errors += torch.stack([torch.linalg.norm(near - expected) for near in (weight, dequantize(quantized.weight))]).detach()
+        expected = (dense.weight.T if isinstance(dense, Conv1D) else dense.weight).detach()
+        nears = (weight.cpu(), dequantize(quantized.weight).cpu())
+        errors += torch.stack([torch.linalg.norm(near - expected) for near in nears])
     assert errors[0] < 0.9 * errors[1]
 
 
@@ -155,7 +156,7 @@ def test_a_scaled_adapter_is_scaled_in_its_change_alone(llama_base):
     start, change = weights(model), {name: module.get_delta_weight("default") for name, module in layers(model).items()}
     for name, module in layers(model).items():
         module.scale_layer(0.5)
-        x = torch.randn(3, module.in_features, generator=torch.Generator().manual_seed(0))
+        x = torch.randn(3, module.in_features, generator=torch.Generator().manual_seed(0)).to(model.device)
         with torch.no_grad():
             assert difference(module(x), x @ (start[name] + 0.5 * change[name]).T) < 1e-4
     expected = logits(model)
@@ -200,7 +201,7 @@ def test_a_base_in_full_precision_takes_the_change_alone(tmp_path, llama_base):
     model.save_pretrained(tmp_path / "adapter")
     expected = load(llama_base)
     for name, change in changes.items():
-        expected.get_submodule(name.removeprefix("base_model.model.")).weight.data += change
+        expected.get_submodule(name.removeprefix("base_model.model.")).weight.data += change.cpu()
     again = PeftModel.from_pretrained(load(llama_base), tmp_path / "adapter")
     assert difference(logits(again), logits(expected)) < 1e-5
 

@@ -80,7 +80,7 @@ def folder(tmp_path_factory):
 
 def continuation(model, tokenizer, prompt: str = PROMPT, **options) -> str:
     """Returns the text that a model in memory continues the prompt with."""
-    tokens = tokenizer(prompt, return_tensors="pt")
+    tokens = tokenizer(prompt, return_tensors="pt").to(model.device)
     ids = model.generate(**tokens, max_new_tokens=8, do_sample=False, **options)
     return tokenizer.decode(ids[0, tokens["input_ids"].shape[1] :], skip_special_tokens=True)
 

@@ -188,7 +188,8 @@ def test_a_four_bit_model_learns_too(tmp_path):
     four_bit = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", quantization_config=four_bit)
     config = QPissaConfig(task_type="CAUSAL_LM", r=8, target_modules=["o_proj", "down_proj"])
-    trainer = transfer(tmp_path / "out", target=(model, tokenizer), peft_config=config)
+    on_cpu = model.device.type == "cpu"  # bitsandbytes has chosen
+    trainer = transfer(tmp_path / "out", target=(model, tokenizer), peft_config=config, use_cpu=on_cpu)
     before = weights(trainer)
     trainer.train()
     assert len(lines(tmp_path / "out" / "labels.jsonl")) == 25

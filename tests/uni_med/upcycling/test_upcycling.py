@@ -9,6 +9,7 @@ import pytest
 import torch
 from hosts import adapters_of_transformers, host
 from peft import PeftModel, get_peft_model
+from tiny_models import placed
 from tiny_vision_language_models import FAMILIES, IMAGE, batch, build
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -40,7 +41,7 @@ def diverge(model, std: float = 1.0) -> None:
 
 @torch.no_grad()
 def logits(model, inputs, **more):
-    return model(**inputs, **more).logits
+    return model(**placed(inputs, model), **more).logits
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -214,6 +215,7 @@ def test_projectors_in_four_bits_are_upcycled(tmp_path):
     assert type(quantized.model.multi_modal_projector.linear_1).__name__ == "Linear4bit"
     for module in quantized.modules():  # bitsandbytes' layout for CPUs with AVX-512 is for wider layers
         module.support_avx512bf16_for_cpu = False
+    inputs = placed(inputs, quantized)
     expected = logits(quantized, inputs)
     adapter = adapted(quantized)
     assert torch.equal(logits(adapter, inputs, tasks=MIXED), expected)
@@ -245,7 +247,7 @@ def test_trainer_with_gradient_checkpointing(tmp_path):
     (mixture,) = mixtures(adapter)
     assert all(B.abs().max() > 0 for B in mixture.experts("default").B)
     trained = logits(adapter.eval(), inputs, tasks=MIXED)
-    loaded = PeftModel.from_pretrained(build("llava")[0], tmp_path / "checkpoint-4").eval()
+    loaded = PeftModel.from_pretrained(build("llava")[0].to(adapter.device), tmp_path / "checkpoint-4").eval()
     torch.testing.assert_close(logits(loaded, inputs, tasks=MIXED), trained)
 
 
