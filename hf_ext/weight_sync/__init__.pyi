@@ -2,7 +2,7 @@ from .checkpoint import LocalCheckpoint as LocalCheckpoint
 from .memory import Piece as Piece
 from .places import Place as Place
 from .publisher import Publisher as Publisher
-from .publisher import Rows as Rows
+from .rows import Rows as Rows
 from .servers import SGLangServer as SGLangServer
 from .servers import VLLMServer as VLLMServer
 from .servers import follow as follow

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from itertools import count
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,27 +22,11 @@ from hf_ext.storage.delta.payload import peek_header
 from hf_ext.storage.prefetch import Prefetcher, threads_for
 from hf_ext.storage.safetensors_file import RawTensor
 from hf_ext.weight_sync.places import Place, open_place
-from hf_ext.weight_sync.step_file import PART, Index, Part, Step, file_name, index_name, write_file
+from hf_ext.weight_sync.rows import NamedTensors, local_rows, split
+from hf_ext.weight_sync.step_file import Index, Part, Step, file_name, index_name, write_file
 
 FILE = 1 << 30  # bytes of payloads in a file, beyond which another one begins
 LEVEL = 1  # of compression: the change of a step has no low-rank part worth looking for
-
-
-class Rows(NamedTuple):
-    """A range of rows of a tensor that is sharded over several publishers.
-
-    Attributes:
-        tensor: the rows.
-        begin: index of the first row in the whole tensor.
-        shape: shape of the whole tensor.
-    """
-
-    tensor: torch.Tensor
-    begin: int
-    shape: tuple[int, ...]
-
-
-NamedTensors = Mapping[str, torch.Tensor | Rows] | Iterable[tuple[str, torch.Tensor | Rows]]
 
 
 class Publisher:
@@ -58,8 +41,9 @@ class Publisher:
         anchor_every: number of steps from one anchor to the next. An anchor has all weights, so a subscriber can start there.
         keep_anchors: number of anchors to keep at the place, with all steps since the oldest of them. Older files are removed.
         dtype: type that floats are rounded to, such as torch.bfloat16 for a training in float32. None keeps the tensors' types.
-        transform: function that gets the rounded tensors by name, and returns the tensors to publish: those that servers hold,
-            such as quantized weights and their scales. `publish` waits for it. It requires whole tensors.
+        transform: function that gets copies of the tensors by name, rounded, on their devices. It returns the tensors to
+            publish: those that servers hold, such as quantized weights and their scales. `publish` waits for it. It requires
+            whole tensors.
         run: name of the training. Required if several ranks publish, and the same for all of them. Random by default.
         resume: continue the run at the place, if there is one. The first step is then an anchor. Several ranks resume together,
             under torch.distributed.
@@ -84,8 +68,12 @@ class Publisher:
         rank: int = 0,
         world_size: int = 1,
     ):
-        if anchor_every < 1 or keep_anchors < 1:
+        if min(operator.index(anchor_every), operator.index(keep_anchors)) < 1:
             raise ValueError("anchor_every and keep_anchors must be 1 or more")
+        if not 0 <= operator.index(rank) < operator.index(world_size):
+            raise ValueError(f"rank {rank} is not one of {world_size}, which are numbered from 0")
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ValueError(f"dtype must be a float type, such as torch.bfloat16, not {dtype!r}")
         if world_size > 1 and run is None:
             raise ValueError("several ranks that publish need the name of their run: Publisher(…, run='name')")
         if world_size > 1 and transform is not None:
@@ -184,8 +172,8 @@ class Publisher:
         if self.transform is None:
             return named_tensors
         with torch.no_grad():
-            whole = {name: _local(tensor).tensor.detach() for name, tensor in dict(named_tensors).items()}
-            return self.transform({name: tensor.to(self._dtype(tensor)) for name, tensor in whole.items()})
+            whole = {name: local_rows(name, tensor).tensor.detach() for name, tensor in dict(named_tensors).items()}
+            return self.transform({name: tensor.to(self._dtype(tensor), copy=True) for name, tensor in whole.items()})
 
     def _dtype(self, tensor: torch.Tensor) -> torch.dtype:
         """Returns the type that a tensor is rounded to."""
@@ -196,7 +184,7 @@ class Publisher:
         copies: dict[str, torch.Tensor] = {}
         parts: dict[str, Part] = {}
         for name, tensor in named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors:
-            for key, part, rows in _split(name, _local(tensor)):
+            for key, part, rows in split(name, local_rows(name, tensor)):
                 if key in parts or key == "__metadata__":  # which safetensors reserves
                     raise CheckpointError(f"'{key}' is given twice, or is no name for a tensor.")
                 dtype = rows.dtype if self.transform else self._dtype(rows)
@@ -273,49 +261,6 @@ def _common(text: str, world_size: int) -> str:
     texts = [text]
     distributed.broadcast_object_list(texts, src=0)
     return texts[0]
-
-
-def _local(tensor: torch.Tensor | Rows) -> Rows:
-    """Returns the rows of a tensor that this rank publishes: of a sharded one its own, unless another rank that comes first
-    has the same."""
-    if isinstance(tensor, Rows):
-        return tensor
-    shape = tuple(tensor.shape)
-    if not torch.distributed.is_available():
-        return Rows(tensor, 0, shape)
-    from torch.distributed.tensor import DTensor
-
-    if not isinstance(tensor, DTensor):
-        return Rows(tensor, 0, shape)
-    mesh, placements = tensor.device_mesh, tensor.placements
-    if not all(placement.is_replicate() or placement.is_shard(0) for placement in placements):
-        raise CheckpointError(
-            f"Tensors sharded as {placements} cannot be published; only shards of rows can. Gather them: tensor.full_tensor()."
-        )
-    local = tensor.to_local()
-    coordinates = mesh.get_coordinate() or [1] * mesh.ndim  # None: this rank is not part of the mesh
-    if any(placement.is_replicate() and place for placement, place in zip(placements, coordinates)):
-        return Rows(local.new_empty(0, *shape[1:]), 0, shape)
-    try:
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as place_of_shard
-    except ImportError as error:
-        raise CheckpointError(
-            f"The place of a shard cannot be found with PyTorch {torch.__version__}. Gather the tensors: tensor.full_tensor()."
-        ) from error
-    offset = place_of_shard(tensor.shape, mesh, placements)[1]
-    return Rows(local, offset[0] if offset else 0, shape)
-
-
-def _split(name: str, rows: Rows) -> Iterator[tuple[str, Part, torch.Tensor]]:
-    """Yields the parts of a tensor with their keys."""
-    tensor, begin, shape = rows
-    if tuple(tensor.shape) == shape and tensor.numel() <= PART:
-        yield name, Part(name, 0, shape), tensor
-        return
-    at_once = max(PART * len(tensor) // max(tensor.numel(), 1), 1)
-    for first in range(0, len(tensor), at_once):
-        part = tensor[first : first + at_once]
-        yield f"{name}[{begin + first}:{begin + first + len(part)}]", Part(name, begin + first, shape), part
 
 
 def _encoded(tensors: Mapping[str, RawTensor], bases: Mapping[str, RawTensor]) -> Iterator[tuple[str, bytes]]:

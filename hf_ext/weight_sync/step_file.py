@@ -109,6 +109,8 @@ class Index:
                     return index
         except (KeyError, TypeError, AttributeError) as error:
             raise CorruptFileError(f"{name} at {place} is damaged: {type(error).__name__} {error}.") from error
+        if version == VERSION:
+            raise CorruptFileError(f"{name} at {place} is damaged: its fields do not fit together. {REPAIR}")
         raise CorruptFileError(f"{name} at {place} is damaged, or of a newer hf_ext: it has version {version}, not {VERSION}.")
 
 

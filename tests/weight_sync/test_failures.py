@@ -21,7 +21,7 @@ from hf_ext import CheckpointError, CorruptFileError
 from hf_ext.storage import encode
 from hf_ext.storage.delta.file import digest_of
 from hf_ext.storage.delta.payload import read_header, write_payload
-from hf_ext.weight_sync import Publisher, Subscriber
+from hf_ext.weight_sync import Publisher, Rows, Subscriber
 from hf_ext.weight_sync.step_file import Index, Part, Step, file_name, write_file
 from hf_ext.weight_sync.subscriber import MOST_DAMAGED
 
@@ -78,10 +78,11 @@ def test_a_damaged_index_is_an_error(tmp_path: Path):
     step = content["steps"][0]
     strange = [content | {"version": 2}, content | {"steps": [{"step": "1"}]}, content | {"steps": [step | {"step": "1"}]}]
     strange += [content | {"steps": [step | {"delta": {"../../other-file": 1}}]}, content | {"rank": 1}]
-    strange += [content | {"world_size": 1.5}, content | {"steps": [step, step]}]
+    strange += [content | {"world_size": size} for size in (1.5, 0, -1)] + [content | {"steps": [step, step]}]
     for harmed in ("", "[]", "{", *map(json.dumps, strange)):
         index.write_text(harmed)
-        with pytest.raises(CorruptFileError, match="index-00000.json"):
+        reason = "version 2, not 1" if '"version": 2' in harmed else "damaged: "
+        with pytest.raises(CorruptFileError, match=f"index-00000.json .*{reason}"):
             Subscriber(tmp_path).steps()
 
 
@@ -196,6 +197,43 @@ def test_a_run_keeps_its_tensors_and_its_order(tmp_path: Path):
         run.publish(weights(2), np.int64(2))
     subscriber = Subscriber(tmp_path)
     assert subscriber.update() == 2 and same(subscriber.tensors, weights(2))
+
+
+ODD = {
+    "meta": torch.ones(3, device="meta"),
+    "sparse": torch.eye(3).to_sparse(),
+    "array": np.ones(3),
+    "too far": Rows(torch.ones(2, 3), 1, (2, 3)),
+    "before": Rows(torch.ones(2, 3), -1, (2, 3)),
+    "other columns": Rows(torch.ones(2, 3), 0, (2, 4)),
+    "other dimensions": Rows(torch.ones(1), 0, ()),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize("transform", [None, lambda tensors: tensors])
+def test_what_is_no_tensor_with_values_is_refused_by_name(tmp_path: Path, name: str, transform):
+    with Publisher(tmp_path, transform=transform) as run:
+        with pytest.raises(CheckpointError, match=f"'{name}' (cannot be published|of shape .* has no rows)"):
+            run.publish({"x": torch.ones(2), name: ODD[name]}, 0)
+    assert Subscriber(tmp_path).steps() == []
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"rank": 1}, "rank 1 is not one of 1"),
+        ({"rank": -1, "world_size": 2, "run": "x"}, "rank -1 is not one of 2"),
+        ({"world_size": 0}, "rank 0 is not one of 0"),
+        ({"anchor_every": 0}, "must be 1 or more"),
+        ({"dtype": torch.int8}, "must be a float type"),
+        ({"dtype": "bfloat16"}, "must be a float type"),
+    ],
+)
+def test_options_of_no_run_are_refused(tmp_path: Path, options: dict, reason: str):
+    with pytest.raises(ValueError, match=reason):
+        Publisher(tmp_path / "place", **options)
+    assert not (tmp_path / "place").exists()
 
 
 def test_after_a_failed_write_the_next_step_holds_both_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -10,13 +10,13 @@ import torch
 from tiny_runs import bits, files, publish, same, weights, zeros
 
 from hf_ext import CheckpointError
-from hf_ext.weight_sync import Piece, Publisher, Rows, Subscriber, publisher
+from hf_ext.weight_sync import Piece, Publisher, Rows, Subscriber, rows
 
 
 @pytest.fixture(params=["whole", "in parts"])
 def parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "in parts":
-        monkeypatch.setattr(publisher, "PART", 1000)
+        monkeypatch.setattr(rows, "PART", 1000)
 
 
 @pytest.mark.usefixtures("parts")
@@ -252,6 +252,21 @@ def test_a_transform_publishes_what_servers_hold(tmp_path: Path):
             assert same(tensors, expected)
     with pytest.raises(ValueError, match="whole tensors"):
         Publisher(tmp_path / "2", transform=quantized, run="x", world_size=2)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float32])
+def test_a_transform_may_change_its_tensors_in_place(tmp_path: Path, dtype: torch.dtype | None):
+    def doubled(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: tensor.mul_(2) for name, tensor in tensors.items()}
+
+    shared = torch.ones(4, 4)
+    live = {"float": shared, "tied": shared, "half": torch.ones(3).bfloat16(), "rows": Rows(torch.ones(2), 0, (2,))}
+    with Publisher(tmp_path, dtype=dtype, transform=doubled) as run:
+        for step in range(2):
+            run.publish(live, step)
+    assert all((getattr(tensor, "tensor", tensor) == 1).all() for tensor in live.values())
+    subscriber = Subscriber(tmp_path)
+    assert subscriber.update() == 1 and all((tensor == 2).all() for tensor in subscriber.tensors.values())
 
 
 def test_inference_tensors_may_be_published_too(tmp_path: Path):
