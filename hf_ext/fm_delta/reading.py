@@ -140,7 +140,7 @@ class TensorSlice:
         first, *rest = (index if isinstance(index, tuple) else (index,)) or (...,)
         shape = self._source.entry(self._name).shape
         self._source.require_whole()
-        if not shape or not isinstance(first, int | slice):
+        if not shape or isinstance(first, bool) or not isinstance(first, int | slice):
             return self._source.read(self._name).to_torch()[index].clone()
         if isinstance(first, int):
             if not -shape[0] <= first < shape[0]:

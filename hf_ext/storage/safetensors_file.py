@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -65,6 +66,23 @@ class RawTensor:
         # A single value is contiguous with any stride, which `reshape` would keep and `view` refuse.
         flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().as_strided((tensor.numel(),), (1,))
         return cls(dtype, tuple(tensor.shape), flat.view(torch.uint8).numpy())
+
+    def require_bytes(self, name: str, writable: bool = False) -> None:
+        """Raises CheckpointError unless `data` holds exactly the bytes that type and shape require, one after the other."""
+        data = self.data
+        is_flat = isinstance(data, np.ndarray) and data.dtype == np.uint8 and data.ndim == 1 and data.flags.c_contiguous
+        try:
+            shape = [operator.index(length) for length in self.shape]
+            size = math.prod(shape) * ITEMSIZE[self.dtype] if self.dtype in ITEMSIZE else data.size
+            fits = is_flat and data.size == size and min(shape, default=0) >= 0 and data.flags.writeable >= writable
+        except (TypeError, AttributeError):
+            fits = False
+        if not fits:
+            found = f"{data.dtype} {list(data.shape)}" if isinstance(data, np.ndarray) else type(data).__name__
+            raise CheckpointError(
+                f"Tensor '{name}' is {self.dtype} {self.shape}. Give its bytes as one contiguous{' writable' * writable} array "
+                f"of uint8 of that size, not as {found}."
+            )
 
     def to_torch(self) -> torch.Tensor:
         """Returns a tensor that shares this memory, or a copy if `data` is read-only, as a view of a mapped file is."""

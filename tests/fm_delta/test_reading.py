@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from local_hub import LocalHub
@@ -24,6 +25,7 @@ fm_delta.compress_checkpoint("tuned", "user/base", "small", level=1)
 print(push("user/small", "small"))
 """
 INDICES = (slice(3, 7), slice(None), slice(1, 9, 2), slice(90, 9999), slice(5, 2), 2, -1, (slice(2, 5), slice(3, 4)), (..., 3))
+INDICES += (True, False, (True, slice(1, 3)), None, (None, 2), np.int64(5), [3, 1], (2, True), (2, ..., -1), torch.tensor([7]))
 
 
 @pytest.mark.parametrize("shards", [1, 3])
@@ -43,6 +45,8 @@ def test_tensors_and_slices_equal_those_of_safe_open(tmp_path, shards):
                         assert part.get_dtype() == file.get_slice(name).get_dtype()
             for index in INDICES:
                 assert torch.equal(checkpoint.get_slice("lm_head.weight")[index], expected["lm_head.weight"][index])
+            with pytest.raises(IndexError):
+                checkpoint.get_slice("lm_head.weight")[0, 0, 0]
 
 
 def test_odd_tensors_have_parts_too(tmp_path):

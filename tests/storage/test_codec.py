@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tiny_checkpoints import SAFETENSORS_DTYPES
 
 from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
-from hf_ext.storage import apply, decode, decode_raw, encode, encode_raw
+from hf_ext.storage import apply, apply_raw, decode, decode_raw, encode, encode_raw
 from hf_ext.storage.delta.deflate import AT_ONCE, inflate
 from hf_ext.storage.delta.narrow import NARROWER
 from hf_ext.storage.delta.payload import (
@@ -355,6 +355,62 @@ def test_names_and_dimensions_up_to_the_formats_limits_fit():
     for dimensions, name in ((256, "a"), (1, "a" * 65536)):
         with pytest.raises(CheckpointError, match="too many dimensions or too long a name"):
             encode_raw(RawTensor("U8", (1,) * dimensions, one), name=name)
+
+
+ODD_BYTES = {
+    "short": lambda data: data[:-1],
+    "long": lambda data: np.append(data, data[:1]),
+    "twice": lambda data: np.append(data, data),
+    "none": lambda data: data[:0],
+    "rows": lambda data: data.reshape(8, -1),
+    "reversed": lambda data: data[::-1],
+    "strided": lambda data: np.repeat(data, 2)[::2],
+    "signed": lambda data: data.view(np.int8),
+    "words": lambda data: data.view(np.uint16),
+    "bytes": lambda data: data.tobytes(),
+}
+
+
+@pytest.mark.parametrize("odd", ODD_BYTES.values(), ids=ODD_BYTES)
+@pytest.mark.parametrize(
+    ("dtype", "shape"), [("F32", (8, 30)), ("BF16", (2, 256, 256)), ("I8", (80,)), ("BOOL", (8, 1)), ("F8_E4M3", (8, 8))]
+)
+def test_bytes_that_do_not_fit_type_and_shape_are_refused(odd, dtype: str, shape: tuple[int, ...]):
+    base, tensor = (RawTensor.from_torch(random_bits(torch_dtype(dtype), shape, seed)) for seed in (0, 1))
+    payload = encode_raw(tensor, base, "a", "b")
+    wrong, wrong_base = (RawTensor(dtype, shape, odd(raw.data)) for raw in (tensor, base))
+    for call in (
+        lambda: encode_raw(wrong, base, "a", "b"),
+        lambda: encode_raw(tensor, wrong_base, "a", "b"),
+        lambda: decode_raw(payload, wrong_base),
+        lambda: decode_raw(payload, base, out=odd(np.empty_like(tensor.data))),
+        lambda: apply_raw(payload, wrong_base),
+    ):
+        with pytest.raises(CheckpointError, match=r"Tensor '[ab]?' is .* Give its bytes as one contiguous"):
+            call()
+
+
+@pytest.mark.parametrize("shape", [(-8, -30), (2**63, 2), (8.0, 30), (8, 31), None, "ab"], ids=str)
+def test_shapes_that_no_tensor_has_are_refused(shape: object):
+    with pytest.raises(CheckpointError, match="Give its bytes"):
+        encode_raw(RawTensor("F32", shape, np.zeros(960, np.uint8)))
+
+
+def test_read_only_memory_is_not_changed_in_place():
+    tensor, base = map(RawTensor.from_torch, trained(torch.float32, (80, 90)))
+    payload, before = encode_raw(tensor, base), base.data.tobytes()
+    base.data.flags.writeable = False
+    with pytest.raises(CheckpointError, match="contiguous writable array"):
+        apply_raw(payload, base)
+    assert base.data.tobytes() == before
+
+
+@pytest.mark.parametrize("name", ["\ud800", None, b"a", 5])
+def test_names_that_are_no_text_are_refused(name: object):
+    for names in ({"name": name}, {"base_name": name}):
+        tensor, base = map(RawTensor.from_torch, trained(torch.float32, (80, 90)))
+        with pytest.raises(CheckpointError, match="no text that UTF-8 can hold"):
+            encode_raw(tensor, base, **names)
 
 
 @pytest.mark.parametrize("ndim", range(5))

@@ -58,12 +58,16 @@ def encode_raw(
         level: 1 encodes values one by one; 2 first looks for a low-rank part of a matrix's change; 3 looks longer.
 
     Raises:
-        CheckpointError: the tensor has more than 255 dimensions or a name of more than 65,535 bytes.
+        CheckpointError: the bytes of a tensor do not fit its type and shape, or it has more than 255 dimensions or a name of
+            more than 65,535 bytes.
         MissingDependencyError: levels 2 and 3 need PyTorch; floats need the C++ extension.
         ValueError: there is no such level.
     """
     if level not in LEVELS:
         raise ValueError(f"level must be one of {LEVELS}, not {level!r}")
+    tensor.require_bytes(name)
+    if base is not None:
+        base.require_bytes(base_name)
     if is_stack(tensor.dtype, tensor.shape):
         mode, base_values, body = _encode_stack(tensor, base, threads, level)
     else:
@@ -92,11 +96,16 @@ def decode_raw(
         out: memory of the tensor's size for a coded tensor. It is overwritten even if an error follows.
 
     Raises:
+        CheckpointError: the bytes of the base do not fit its type and shape, or `out` is not of the tensor's size.
         CorruptFileError: the payload is damaged.
         BaseModelError: the base's tensor is missing, or is not the one that was used to compress.
         MissingDependencyError: the C++ extension is not built.
     """
     header = header or read_header(payload)
+    if base is not None:
+        base.require_bytes(header.base_name)
+    if out is not None:
+        RawTensor(header.dtype, header.shape, out).require_bytes(header.name, writable=True)
     if header.mode == STACKED:
         if header.base_values and base is not None:
             header.require_base(base.dtype, base.shape)

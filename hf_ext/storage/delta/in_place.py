@@ -32,8 +32,10 @@ def apply_raw(payload: np.ndarray | bytes, tensor: RawTensor, header: Header | N
 
     Raises:
         CorruptFileError, BaseModelError: as `decode_raw`; also if the two tensors differ in type or shape.
+        CheckpointError: the tensor's bytes do not fit its type and shape, or cannot be written.
     """
     header = header or read_header(payload)
+    tensor.require_bytes(header.base_name, writable=True)
     if (header.dtype, header.shape) != (tensor.dtype, tensor.shape) or header.base_values not in (0, header.values):
         raise BaseModelError(
             f"Tensor '{header.name}' is {header.dtype} {list(header.shape)} and cannot take the place of one that is "

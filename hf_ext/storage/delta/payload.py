@@ -194,9 +194,12 @@ def write_payload(
         shape, base_values, checksum: see `Header`.
 
     Raises:
-        CheckpointError: the tensor has more than 255 dimensions or a name of more than 65,535 bytes.
+        CheckpointError: the tensor has more than 255 dimensions, or a name that is no text or has more than 65,535 bytes.
     """
-    coded = [text.encode() for text in texts]
+    try:
+        coded = [text.encode() for text in texts]
+    except (UnicodeEncodeError, AttributeError) as error:
+        raise CheckpointError(f"A name or type among {texts} is no text that UTF-8 can hold: {error}.") from error
     variable = struct.pack(f"<{len(shape)}Q", *shape) + b"".join(coded)
     lengths = [len(text) for text in coded]
 
