@@ -100,7 +100,7 @@ class ModelGenerator:
         how = how | ONE_EACH | {"max_new_tokens": max_new_tokens, "pad_token_id": self.encoder.tokenizer.pad_token_id}
         how["eos_token_id"] = ends = self._ends()
         written: dict[int, Completion] = {}
-        devices = [self.model.device] if self.model.device.type == "cuda" else []
+        devices = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)  # all of which `manual_seed` seeds
         with evaluating(self.model), torch.random.fork_rng(devices, enabled=seed is not None), torch.no_grad():
             if seed is not None:
                 torch.manual_seed(seed)

@@ -183,6 +183,7 @@ class Publisher:
         """Returns copies of all parts in this machine's memory, and what they are parts of."""
         copies: dict[str, torch.Tensor] = {}
         parts: dict[str, Part] = {}
+        copying: set[torch.device] = set()
         for name, tensor in named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors:
             for key, part, rows in split(name, local_rows(name, tensor)):
                 if key in parts or key == "__metadata__":  # which safetensors reserves
@@ -194,11 +195,12 @@ class Publisher:
                 if copy is None:
                     copy = torch.empty(rows.shape, dtype=dtype, pin_memory=rows.is_cuda)
                 copies[key], parts[key] = copy.copy_(rows.detach(), non_blocking=rows.is_cuda), part
+                copying |= {rows.device} if rows.is_cuda else set()
         for key in self._parts:
             if key not in parts:
                 raise _other_tensors(key)
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
+        for device in copying:
+            torch.cuda.synchronize(device)
         return copies, parts
 
     def _write(self, weights: dict[str, torch.Tensor], parts: dict[str, Part], step: int) -> None:
