@@ -15,7 +15,7 @@ from hosts import pissa
 from peft import PeftModel, get_peft_model
 from simulated_devices import DEVICES, simulation
 from tiny_adapters import NF4, load, moved, small_llama
-from tiny_models import fine_tuned, inputs, llama, perturb, same_bits
+from tiny_models import fine_tuned, inputs, llama, perturb, placed, same_bits
 from tiny_transfers import SEEDS, is_input, judge, lora, pretrained, settings, teacher
 from tiny_transfers import inputs as questions
 from tiny_uni_med import batch, uni_med
@@ -92,11 +92,7 @@ def context(precision: str, devices: list[str]) -> Iterator[None]:
 def assert_same_bits(model: PreTrainedModel, expected: PreTrainedModel) -> None:
     """All weights are those of another model, wherever they are."""
     state, other = model.state_dict(), expected.state_dict()
-    assert not [name for name, weight in other.items() if not same_bits(state[name].cpu(), weight)]
-
-
-def moved_to(device: str, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: tensor.to(device) for name, tensor in inputs.items()}
+    assert not [name for name, weight in other.items() if not same_bits(state[name], weight)]
 
 
 def tolerance(precision: str) -> dict[str, float]:
@@ -107,7 +103,7 @@ def assert_same_step(model, twin, inputs, devices, precision) -> None:
     """A forward pass gives what it gives on the CPU in float32, up to rounding, and a backward pass has the same gradients."""
     inputs = {"labels": inputs["input_ids"]} | inputs
     with context(precision, devices):
-        output = model(**moved_to(devices[0], inputs))
+        output = model(**placed(inputs, model))
     expected = twin(**inputs)
     torch.testing.assert_close(output.logits.float().cpu(), expected.logits, **tolerance(precision))
     output.loss.backward()
@@ -123,10 +119,10 @@ def test_pissa_trains_and_saves(devices, precision, tmp_path, start):
     config = PissaConfig(**PISSA, init_lora_weights=start)
     model = get_peft_model(spread(llama(), "llama", devices, precision), config)
     assert {p.device for p in model.parameters()} == {torch.device(name) for name in devices}
-    assert_same_step(model, get_peft_model(llama(), config), inputs(model), devices, precision)
+    assert_same_step(model, get_peft_model(llama(), config), inputs(llama()), devices, precision)
     moved(model).save_pretrained(tmp_path)
     again = PeftModel.from_pretrained(spread(llama(), "llama", devices, precision), tmp_path)
-    tokens = moved_to(devices[0], inputs(model))
+    tokens = inputs(model)
     with torch.no_grad(), context(precision, devices):
         expected = model(**tokens).logits
         torch.testing.assert_close(again(**tokens).logits, expected, **tolerance(precision))
@@ -140,7 +136,7 @@ def test_qpissa_trains_and_saves(devices, tmp_path):
     small_llama().save_pretrained(tmp_path / "base")
     options = {"device_map": places(small_llama(), "llama", devices)}
     model = get_peft_model(load(tmp_path / "base", NF4, **options), QPissaConfig(**PISSA))
-    tokens = moved_to(devices[0], inputs(model))
+    tokens = inputs(model)
     model(**tokens, labels=tokens["input_ids"]).loss.backward()
     moved(model).save_pretrained(tmp_path / "adapter")
     again = PeftModel.from_pretrained(load(tmp_path / "base", NF4, **options), tmp_path / "adapter")
@@ -160,7 +156,7 @@ def test_cmoe_trains(devices, precision):
 def test_uni_med_trains_and_answers(devices, precision, router):
     model = spread(uni_med(router=router), "uni_med", devices, precision)
     assert_same_step(model, uni_med(router=router), batch(), devices, precision)
-    question = moved_to(devices[0], batch(answers=False))
+    question = placed(batch(answers=False), model)
     ids = model.generate(**question, max_new_tokens=3, do_sample=False)
     assert ids.shape[1] > question["input_ids"].shape[1]
 
