@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -79,6 +80,24 @@ class Home(NamedTuple):
             self.elsewhere.view(word)[places.to(self.elsewhere.device)] = rows
 
 
+class KeptTensor(NamedTuple):
+    """A tensor of the caller that holds a published one, as the last `update` left it."""
+
+    tensor: weakref.ref[torch.Tensor]
+    piece: Piece
+    address: int
+    version: int  # PyTorch counts what changes a tensor, except for inference tensors
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, piece: Piece) -> KeptTensor:
+        return cls(
+            weakref.ref(tensor), piece, tensor.data_ptr(), 0 if tensor.is_inference() else getattr(tensor, "_version", 0)
+        )
+
+    def is_still(self, tensor: torch.Tensor, piece: Piece) -> bool:
+        return self.tensor() is tensor and self[1:] == self.of(tensor, piece)[1:]
+
+
 def layout_of(parts: Iterable[tuple[str, Part, Header]]) -> dict[str, Parts]:
     """Returns the parts of each tensor in the order of their rows.
 
@@ -102,9 +121,12 @@ def layout_of(parts: Iterable[tuple[str, Part, Header]]) -> dict[str, Parts]:
 
 def rows_of(tensor: torch.Tensor, piece: Piece, parts: Parts, is_whole: bool) -> torch.Tensor:
     """Returns the rows of a caller's tensor that hold a piece of a published one; `is_whole`: it holds nothing else."""
-    if tensor.is_meta or tensor.is_conj() or tensor.is_neg():
+    is_dense = isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and not tensor.is_nested
+    is_lazy = is_dense and (tensor.is_meta or tensor.is_conj() or tensor.is_neg())
+    if not is_dense or is_lazy or any(length > 1 and step == 0 for length, step in zip(tensor.shape, tensor.stride())):
         raise CheckpointError(
-            f"'{piece.tensor}' has no values of its own: it is on the device meta, or a conjugate or negative view."
+            f"'{piece.tensor}' has no memory for each of its values: it must not be sparse, nested, on the device meta, or an "
+            "expanded, conjugate or negative view."
         )
     _, part, header = parts[0]
     dtype, (count, *row) = torch_dtype(header.dtype), part.shape or (1,)

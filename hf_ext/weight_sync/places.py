@@ -15,12 +15,15 @@ import numpy as np
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import (
     EntryNotFoundError,
+    HFValidationError,
     HTTPError,
     LocalEntryNotFoundError,
     RemoteEntryNotFoundError,
     RepositoryNotFoundError,
 )
+from huggingface_hub.utils import validate_repo_id
 
+from hf_ext.errors import CheckpointError
 from hf_ext.storage.files import write_atomically
 from hf_ext.storage.mapped import MappedFile
 
@@ -124,11 +127,21 @@ class Bucket:
 
 
 def open_place(place: str | os.PathLike | Place) -> Place:
-    """Returns a place for a folder's path, `hf://owner/name`, or `hf://buckets/owner/name`; any other object as it is."""
-    if isinstance(place, str) and place.startswith(BUCKETS):
-        return Bucket(place.removeprefix(BUCKETS).rstrip("/"))
-    if isinstance(place, str) and place.startswith(HUB):
-        return Repository(place.removeprefix(HUB).rstrip("/"))
+    """Returns a place for a folder's path, `hf://owner/name`, or `hf://buckets/owner/name`; any other object as it is.
+
+    Raises:
+        CheckpointError: it is another kind of URL, or no valid name on the Hub.
+    """
+    if isinstance(place, str) and "://" in place:
+        kind = BUCKETS if place.startswith(BUCKETS) else HUB
+        name = place.removeprefix(kind).rstrip("/")
+        try:
+            validate_repo_id(name)
+        except HFValidationError as error:
+            raise CheckpointError(
+                f"'{place}' is not a place: give a folder, {HUB}owner/name or {BUCKETS}owner/name."
+            ) from error
+        return Bucket(name) if kind == BUCKETS else Repository(name)
     return Folder(place) if isinstance(place, str | os.PathLike) else place
 
 

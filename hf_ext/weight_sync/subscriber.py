@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
@@ -19,7 +18,7 @@ from hf_ext.storage.delta.file import digest_of
 from hf_ext.storage.delta.payload import Header
 from hf_ext.storage.prefetch import Prefetcher
 from hf_ext.storage.safetensors_file import RawTensor, torch_dtype
-from hf_ext.weight_sync.memory import Home, Parts, Piece, layout_of, rows_of
+from hf_ext.weight_sync.memory import Home, KeptTensor, Parts, Piece, layout_of, rows_of
 from hf_ext.weight_sync.places import Place, open_place
 from hf_ext.weight_sync.step_file import Index, Part, Step, StepFile
 
@@ -52,7 +51,7 @@ class Subscriber:
         self.changed: set[str] = set()
         self._run = ""
         self._ranks: list[_Rank] = []  # none: nothing is known of the tensors
-        self._kept: dict[str, _KeptTensor] = {}  # in the last `update`, by published name
+        self._kept: dict[str, KeptTensor] = {}  # in the last `update`, by published name
 
     def steps(self) -> list[int]:
         """Returns the steps at the place, oldest first.
@@ -119,7 +118,7 @@ class Subscriber:
         except (BaseModelError, CorruptFileError) as error:
             raise CorruptFileError(f"{error} The tensors are now of no one step: update them again.") from error
         self._ranks, self._run, self.step, self.is_mixed = ranks, indices[0].run, target, False
-        self._kept = {name: _KeptTensor.of(*where) for name, where in kept_tensors.items()}
+        self._kept = {name: KeptTensor.of(*where) for name, where in kept_tensors.items()}
         self.changed = {rank.parts[key].name for rank in ranks for key in rank.parts if key in chains}
         return target
 
@@ -207,7 +206,7 @@ class Subscriber:
         homes: dict[str, Home] = {}
         kept_tensors: dict[str, tuple[torch.Tensor, Piece]] = {}
         used: set[str] = set()
-        places: set[int] = set()
+        places: dict[int, tuple[str, list[int]]] = {}  # by address: the first tensor there, and its checksums
         if named_tensors is None:
             for name, parts in layout.items():
                 self._copy_of(name, parts, checksums)
@@ -229,7 +228,12 @@ class Subscriber:
             rows = rows_of(tensor, piece, parts, is_whole=locate is None)
             # Of two names for the same memory, as tied weights have, the second is copied to it.
             in_place = rows.device.type == "cpu" and rows.is_contiguous() and rows.data_ptr() not in places
-            places.add(rows.data_ptr())
+            sums = [header.checksum for *_, header in parts]
+            twin, theirs = places.setdefault(rows.data_ptr(), (name, sums))
+            if theirs != sums and rows.numel() and locate is None:
+                raise CheckpointError(
+                    f"'{name}' and '{twin}' are one tensor here, but the training gave them different values."
+                )
             for key, part, header in parts:
                 first, last = max(part.begin, piece.begin), min(part.end(header), piece.begin + len(rows))
                 if first >= last:
@@ -260,24 +264,6 @@ class Subscriber:
             if key in checksums:
                 raise _ChangedTensor(f"There is no copy of '{name}' in memory yet")
         return torch.atleast_1d(self.tensors[name])
-
-
-class _KeptTensor(NamedTuple):
-    """A tensor of the caller that holds a published one, as the last `update` left it."""
-
-    tensor: weakref.ref[torch.Tensor]
-    piece: Piece
-    address: int
-    version: int  # PyTorch counts what changes a tensor, except for inference tensors
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor, piece: Piece) -> _KeptTensor:
-        return cls(
-            weakref.ref(tensor), piece, tensor.data_ptr(), 0 if tensor.is_inference() else getattr(tensor, "_version", 0)
-        )
-
-    def is_still(self, tensor: torch.Tensor, piece: Piece) -> bool:
-        return self.tensor() is tensor and self[1:] == self.of(tensor, piece)[1:]
 
 
 class _Rank(NamedTuple):

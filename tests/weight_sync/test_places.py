@@ -19,6 +19,15 @@ from tiny_runs import weights
 from hf_ext import CheckpointError
 from hf_ext.weight_sync import Publisher, Subscriber
 
+
+@pytest.mark.parametrize("place", ["hf://", "hf://buckets/", "hf://a/b/c", "hf://a b/c", "s3://bucket/run", "file:///run"])
+@pytest.mark.parametrize("opened", [Publisher, Subscriber])
+def test_urls_of_no_place_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opened, place: str):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match=f"'{place}' is not a place: give a folder"):
+        opened(place)
+
+
 FOLLOW = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
