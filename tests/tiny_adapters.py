@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import torch
@@ -84,3 +85,13 @@ def trainable(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def difference(first: torch.Tensor, second: torch.Tensor) -> float:
     return (first.cpu() - second.cpu()).abs().max().item()
+
+
+def loaded(base: PreTrainedModel, adapter: Path) -> PeftModel:
+    return PeftModel.from_pretrained(copy.deepcopy(base), adapter)
+
+
+def products(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The change that the adapter makes in each layer."""
+    layers = {name: module for name, module in model.named_modules() if hasattr(module, "get_delta_weight")}
+    return {name.removeprefix("base_model.model."): layer.get_delta_weight("default") for name, layer in layers.items()}

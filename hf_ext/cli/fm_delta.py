@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from collections.abc import Iterator
 from concurrent.futures import Executor
@@ -185,7 +186,10 @@ def bytes_of(size: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kMG]?)B?", size, re.IGNORECASE)
     if match is None:
         raise mistake(f"'{size}' is not a size such as 50MB", "--max-size")
-    return round(float(match[1]) * {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}[match[2].upper()])
+    number = float(match[1]) * {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}[match[2].upper()]
+    if number == math.inf:
+        raise mistake(f"{size[:9]}… is more than any file holds", "--max-size")
+    return round(number)
 
 
 @section.command(

@@ -20,6 +20,7 @@ from hf_ext.errors import BaseModelError, CheckpointError, HfExtError
 from hf_ext.fm_delta.base_search import unrelated
 from hf_ext.fm_delta.lora_factors import Aim, Changes, Factors
 from hf_ext.integration.cards import write_card
+from hf_ext.integration.landing import PREFIX, require_loadable
 from hf_ext.integration.lora_layers import LoraLayers, lora_layers
 from hf_ext.storage.checkpoint import Checkpoint
 from hf_ext.storage.config_file import require_unquantized
@@ -33,7 +34,6 @@ from hf_ext.storage.source import NoBase, TensorSource
 
 HEADER = 256  # bytes of a file's header for each tensor, at most
 MOST_TOKENS = 1024  # of a text
-PREFIX = "base_model.model."  # of all names in PEFT's files
 TOKENS = "token_adapter.trainable_tokens_delta"  # the rows of an embedding there, after the module's name
 
 
@@ -46,7 +46,7 @@ class _Kept:
     @property
     def energy(self) -> float:
         """Share of the change's energy that the LoRA keeps."""
-        return min(self.kept / max(self.change, 1e-300), 1.0)
+        return min(max(self.kept, 0.0) / max(self.change, 1e-300), 1.0)
 
     @property
     def error(self) -> float:
@@ -80,7 +80,10 @@ class LoraReport(_Kept):
         size: bytes of adapter_model.safetensors.
         original_size: bytes of the fine-tune's tensors.
         whole: modules that the adapter holds whole, and embeddings of which it holds rows.
-        omitted: energies of the changes that the adapter does not carry, by tensor; None if the base has no counterpart.
+        omitted: energies of the changes that the adapter does not carry, by tensor; None if the base has no counterpart, or
+            the tensor does not hold floats.
+        added_tokens: number of tokens that the base lacks and the adapter does not carry.
+        resize: number of tokens to which the base must be resized before it loads the adapter; None if it fits.
         losses: mean loss of a token in a text, in nats, of "base", "fine-tune" and "base + LoRA"; empty without texts.
     """
 
@@ -90,6 +93,8 @@ class LoraReport(_Kept):
     whole: list[str] = field(default_factory=list)
     omitted: Mapping[str, float | None] = field(default_factory=dict)
     losses: Mapping[str, float] = field(default_factory=dict)
+    added_tokens: int = 0
+    resize: int | None = None
 
     @property
     def change(self) -> float:  # type: ignore[override]
@@ -125,6 +130,10 @@ class LoraReport(_Kept):
             lines.append(f"Whole in the adapter: {', '.join(self.whole)}")
         if self.omitted:
             lines.append(f"Not in the adapter: {self._omissions()}")
+        if self.added_tokens:
+            lines.append(f"Not in the adapter: {self.added_tokens} added tokens. It fits the base with the base's own tokens.")
+        if self.resize is not None:
+            lines.append(f"Before loading, resize the base: base.resize_token_embeddings({self.resize})")
         if self.losses:
             lines.append("Loss: " + ", ".join(f"{name} {loss:.4f}" for name, loss in self.losses.items()))
         return "\n".join(lines)
@@ -189,30 +198,39 @@ def extract_lora(
     source = open_checkpoint(folder)
     prior = _base_of(source, base, revision)
     require_another_folder(target, [folder, *source.paths, *prior.paths])
-    parts = lora_layers(folder, source.names(), prior.names())
+    parts = lora_layers(folder, source, prior)
     tokens = None if texts is None else _tokens(folder, parts, texts)
-    changes = Changes(source, prior, parts.layers | parts.others)
+    changes = Changes(source, prior, parts.layers | parts.others, parts.layers)
     largest = max((min(changes.shape(layer)) for layer in parts.layers), default=0)
     if rank is not None and rank > largest:
         raise HfExtError(f"rank={rank} is larger than the smaller side of any linear layer of {folder}, at most {largest}.")
-    changed = changes.energies(parts.others)
+    changed, resized = changes.energies(parts.others), changes.resized()
     if modules_to_save:
-        parts.carry_others(changed, changes.rows)
+        parts.carry_others(changed, changes.rows, resized.keys() & parts.layers.keys())
     state = {name: source.read(tensor).to_torch() for name, tensor in parts.whole.items()}
     state |= {f"{module}.{TOKENS}": source.read(tensor).to_torch()[rows] for module, (tensor, rows) in parts.tokens.items()}
+    rest = sum(tensor.nbytes + HEADER for tensor in state.values()) + 2 * HEADER * len(parts.layers)
     if max_size is not None:
-        rest = sum(tensor.nbytes + HEADER for tensor in state.values()) + 2 * HEADER * len(parts.layers)
         if rest >= max_size:
             raise HfExtError(f"max_size={max_size} is too small: without any component, the adapter takes up to {rest} bytes.")
         aim = replace(aim, max_size=max_size - rest)
     factors = changes.factors(parts.layers, aim)
     if not factors:
+        if needed := min((changes.cost(layer) for layer in changes.energies(parts.layers)), default=0):
+            raise HfExtError(f"max_size={max_size} is too small: with one component, the adapter takes {rest + needed} bytes.")
         raise CheckpointError(
             f"No linear layer of {folder} differs from that of the base {prior}: there is nothing to extract."
         )
     omitted = {name: change for name, change in changed.items() if name in parts.others}
     size = sum(source.entry(name).nbytes for name in source.names())
-    report = _write(parts, factors, state, prior.name, target, LoraReport([], 0, size, parts.carried, omitted))
+    report = LoraReport([], 0, size, parts.carried, omitted)
+    fitting = None  # number of the base's tokens
+    if rows := resized.get(f"{parts.embedding}.weight"):
+        if f"{parts.embedding}.weight" in parts.others:
+            fitting, report = rows[1], replace(report, added_tokens=max(rows[0] - rows[1], 0))
+        else:
+            report = replace(report, resize=rows[0])
+    report = _write(parts, factors, state, prior.name, target, report, fitting)
     return report if tokens is None else replace(report, losses=_losses(folder, prior, target, tokens))
 
 
@@ -244,11 +262,18 @@ def _write(
     base: str,
     out: Path,
     report: LoraReport,
+    tokens: int | None,
 ) -> LoraReport:
-    """Writes the adapter's folder, all of it or nothing. Returns the report with the layers and the size."""
+    """Writes the adapter's folder, all of it or nothing. Returns the report with the layers and the size.
+
+    Args:
+        tokens: number of tokens of the base, if the adapter loads into a base with another number than the fine-tune's.
+
+    Raises:
+        CheckpointError: PEFT would not load all of the adapter.
+    """
     state = dict(whole)
-    for layer, (left, right, change) in factors.items():
-        kept = float(((left.double().T @ left.double()) * (right.double() @ right.double().T)).sum())
+    for layer, (left, right, change, kept) in factors.items():
         report.layers.append(LayerLora(layer, len(right), change, kept, left.nbytes + right.nbytes))
         B, A = (right.T, left.T) if parts.layers[layer].transposed else (left, right)
         state |= {f"{layer}.lora_A.weight": A.contiguous(), f"{layer}.lora_B.weight": B.contiguous()}
@@ -256,12 +281,13 @@ def _write(
     with staged_folder(out) as stage:
         save_file({f"{PREFIX}{name}": tensor for name, tensor in state.items()}, stage / ADAPTER, metadata={"format": "pt"})
         config.save_pretrained(stage)
+        require_loadable(parts.model, stage, tokens)
         report = replace(report, size=(stage / ADAPTER).stat().st_size)
         description = (
             f"It is the best approximation of the change of {len(report.layers)} layers, of rank {config.r} and less.\n"
             f"It keeps {percent(report.energy)} of the energy of the change (relative error {percent(report.error)})."
         )
-        figures = {"description": description, "base_class": type(parts.model).__name__}
+        figures = {"description": description, "base_class": type(parts.model).__name__, "resize": report.resize}
         write_card(stage, "lora", [base], "adapter", target=out, tags=["lora"], library="peft", **figures)
     return report
 
@@ -273,7 +299,7 @@ def read_texts(path: str | os.PathLike) -> list[str]:
         HfExtError: the file cannot be read, or has other contents.
     """
     try:
-        texts = [json.loads(line)["text"] for line in Path(path).read_text("utf-8").splitlines() if line.strip()]
+        texts = [json.loads(line)["text"] for line in Path(path).read_text("utf-8").split("\n") if line.strip()]
         if not texts or not all(isinstance(text, str) and text for text in texts):
             raise ValueError("a text is missing")
     except (OSError, ValueError, KeyError, TypeError) as error:

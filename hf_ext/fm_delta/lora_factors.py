@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -12,17 +12,18 @@ import numpy as np
 import torch
 
 from hf_ext.errors import CheckpointError, HfExtError
-from hf_ext.storage.delta.change import Change
-from hf_ext.storage.delta.low_rank import Components, leading
+from hf_ext.storage.delta.change import Change, ScaledChange
+from hf_ext.storage.delta.low_rank import MOST_ENERGY, Components, leading
 from hf_ext.storage.native import FLOATS, WIDTHS, cast
 from hf_ext.storage.prefetch import Prefetcher, progress, threads_for
 from hf_ext.storage.safetensors_file import torch_dtype
-from hf_ext.storage.source import TensorSource
+from hf_ext.storage.source import TensorSource, rows_of
 
 if TYPE_CHECKING:
     from hf_ext.integration.lora_layers import Pair
 
 DEFAULT_RANK = 32
+LEAST_SQUARE = 1e-30  # mean square of a change below which single precision may lose squares
 
 
 class Spectrum(NamedTuple):
@@ -88,43 +89,65 @@ class Aim:
 
 class Factors(NamedTuple):
     """The LoRA of a matrix: left (rows × rank) and right (rank × columns). `change` is the energy of the change that their
-    product approximates."""
+    product approximates, `kept` the energy that it keeps, as rounded to the type of the factors."""
 
     left: torch.Tensor
     right: torch.Tensor
     change: float
+    kept: float
 
 
 class Changes:
-    """The differences of a fine-tune's tensors from those of its base.
+    """The differences of a fine-tune's tensors from those of its base. Rows that only one of the models has, such as those of
+    added tokens, do not count.
 
     Args:
         tuned, base: the two models.
         pairs: the tensors to compare, by any names.
+        layers: names of those that get a LoRA.
 
     Raises:
-        CheckpointError: two tensors differ in shape or do not hold floats.
+        CheckpointError: two tensors differ in the shape of their rows, or a layer's tensors do not hold floats.
     """
 
-    def __init__(self, tuned: TensorSource, base: TensorSource, pairs: Mapping[str, Pair]):
+    def __init__(self, tuned: TensorSource, base: TensorSource, pairs: Mapping[str, Pair], layers: Collection[str]):
         self._tuned, self._base, self._pairs = tuned, base, pairs
-        for tensor, twin in ((pair.tensor, pair.twin) for pair in pairs.values() if pair.twin):
+        for name, (tensor, twin, _) in pairs.items():
+            if not twin:
+                continue
             entry, prior = tuned.entry(tensor), base.entry(twin)
-            if not {entry.dtype, prior.dtype} <= FLOATS.keys():
+            if name in layers and not self._dtypes(name) <= FLOATS.keys():
                 raise CheckpointError(
                     f"Tensor '{tensor}' is {entry.dtype} in {tuned} and {prior.dtype} in the base {base}. A LoRA requires "
                     "floats of 16, 32 or 64 bits; give models that are not quantized."
                 )
-            if entry.shape != prior.shape:
+            if entry.shape[1:] != prior.shape[1:] or len(entry.shape) != len(prior.shape):
                 raise CheckpointError(
                     f"Tensor '{tensor}' is {list(entry.shape)} in {tuned} and {list(prior.shape)} in the base {base}. A LoRA "
-                    "cannot change shapes: resize the base as the fine-tune was resized, save it, and give that folder."
+                    "cannot change shapes."
                 )
+
+    def _dtypes(self, name: str) -> set[str]:
+        pair = self._pairs[name]
+        return {self._tuned.entry(pair.tensor).dtype, self._base.entry(pair.twin).dtype}
+
+    def _all_rows(self, name: str) -> tuple[int, int]:
+        """Returns the numbers of rows in both models."""
+        pair = self._pairs[name]
+        rows = (source.entry(tensor).shape[:1] for source, tensor in ((self._tuned, pair.tensor), (self._base, pair.twin)))
+        tuned, base = (shape[0] if shape else 1 for shape in rows)
+        return tuned, base
+
+    def resized(self) -> dict[str, tuple[int, int]]:
+        """Returns the numbers of rows, in both models, of the tensors that have more in one of them."""
+        rows = {name: self._all_rows(name) for name, pair in self._pairs.items() if pair.twin}
+        return {name: (tuned, base) for name, (tuned, base) in rows.items() if tuned != base}
 
     def shape(self, name: str) -> tuple[int, int]:
         """Returns the shape of a tensor as a matrix. A vector is one row."""
+        rows = min(self._all_rows(name))
         shape = self._tuned.entry(self._pairs[name].tensor).shape
-        return (1, math.prod(shape)) if len(shape) < 2 else (shape[0], math.prod(shape[1:]))
+        return (1, rows) if len(shape) < 2 else (rows, math.prod(shape[1:]))
 
     def dtype(self, name: str) -> str:
         """Returns the type of a LoRA's factors: that of the fine-tune's tensor, or F32 for F64."""
@@ -136,33 +159,62 @@ class Changes:
         return sum(self.shape(name)) * WIDTHS[self.dtype(name)]
 
     @contextmanager
-    def change(self, name: str) -> Iterator[Change]:
-        """Yields the change of a tensor as a matrix."""
-        pair = self._pairs[name]
-        tuned, base = self._tuned.read(pair.tensor), self._base.read(pair.twin)
-        dtypes = {tuned.dtype, base.dtype}
-        dtype = tuned.dtype if len(dtypes) == 1 else "F64" if "F64" in dtypes else "F32"
-        yield Change(cast(tuned.data, tuned.dtype, dtype), cast(base.data, base.dtype, dtype), dtype, self.shape(name)[1])
+    def change(self, name: str) -> Iterator[Change | None]:
+        """Yields the change of a tensor as a matrix; None if there is none.
+
+        Raises:
+            CheckpointError: a changed tensor holds values that are not finite.
+        """
+        pair, (rows, columns) = self._pairs[name], self.shape(name)
+        rows = rows if len(self._tuned.entry(pair.tensor).shape) > 1 else columns
+        tuned, base = rows_of(self._tuned.read(pair.tensor), 0, rows), rows_of(self._base.read(pair.twin), 0, rows)
+        if tuned.dtype == base.dtype and np.array_equal(tuned.data, base.data):
+            yield None
+        else:
+            for source, tensor, raw in ((self._tuned, pair.tensor, tuned), (self._base, pair.twin, base)):
+                if not raw.to_torch().isfinite().all():
+                    raise CheckpointError(
+                        f"Tensor '{tensor}' of {source} holds values that are NaN or infinite. A LoRA requires finite weights."
+                    )
+            dtypes = {tuned.dtype, base.dtype}
+            dtype = tuned.dtype if len(dtypes) == 1 else "F64" if "F64" in dtypes else "F32"
+            data, prior = (cast(raw.data, raw.dtype, dtype) for raw in (tuned, base))
+            change = Change(data, prior, dtype, columns)
+            if dtype == "F64" or not LEAST_SQUARE * rows * columns < change.energy < MOST_ENERGY:
+                change = ScaledChange(data, prior, dtype, columns)
+                if change.largest > torch.finfo(torch.float32).max:
+                    raise CheckpointError(f"The change of '{pair.tensor}' of {self._tuned} is too large for a LoRA in float32.")
+            yield change
         self._tuned.release(pair.tensor)
         self._base.release(pair.twin)
 
     def energies(self, names: Iterable[str]) -> dict[str, float | None]:
-        """Returns the energy of each change, the sum of its squares, if it is not 0; None for tensors without counterpart."""
+        """Returns the energy of each change, the sum of its squares, if it is not 0; None for tensors without counterpart, for
+        those that are not floats, and where all that changed is the number of rows."""
 
-        def energy(name: str) -> float:
+        def energy(name: str) -> float | None:
+            tuned, base = self._all_rows(name)
+            if not self._dtypes(name) <= FLOATS.keys():
+                pair = self._pairs[name]
+                is_equal = tuned == base and self._tuned.identity(pair.tensor) == self._base.identity(pair.twin)
+                return 0.0 if is_equal else None
             with self.change(name) as change:
-                return sum(float(change.rows(band)[1].sum()) for band in change.bands())
+                if change is None:
+                    return 0.0 if tuned == base else None
+                return change.energy / change.scale**2
 
         pairs = {name: self._pairs[name] for name in names}
         sizes = {name: 0 for name, pair in pairs.items() if pair.twin and 0 not in self.shape(name)}
         unknown = dict.fromkeys(name for name, pair in pairs.items() if not pair.twin)
-        return unknown | {name: change for name, change in Prefetcher(energy, sizes) if change}
+        return unknown | {name: change for name, change in Prefetcher(energy, sizes) if change != 0}
 
     def rows(self, name: str) -> list[int]:
-        """Returns the indices of the rows that changed."""
+        """Returns the indices of the rows that changed or were added."""
+        (tuned, base), rows = self._all_rows(name), np.array([], int)
         with self.change(name) as change:
-            energies = [change.rows(band)[1] for band in change.bands()]
-        return np.flatnonzero(np.concatenate(energies)).tolist()
+            if change is not None:
+                rows = np.flatnonzero(np.concatenate([change.rows(band)[1] for band in change.bands()]))
+        return [*rows.tolist(), *range(base, tuned)]
 
     def components(self, name: str, count: int) -> Components:
         """Returns the leading singular components of a change, somewhat more than `count`.
@@ -171,10 +223,14 @@ class Changes:
             CheckpointError: the change is too large.
         """
         with self.change(name) as change:
+            if change is None:
+                rows, columns = self.shape(name)
+                none = torch.empty(0, 0)
+                return Components(np.empty(0), none.new_empty(columns, 0), none.new_empty(rows, 0), none, 0.0, 0)
             components = leading(change, count, threads_for(self.cost(name)))
         if components is None:
             raise CheckpointError(f"The change of '{name}' of {self._tuned} is too large to decompose.")
-        return components
+        return components._replace(scale=change.scale)
 
     def factors(self, names: Iterable[str], aim: Aim) -> dict[str, Factors]:
         """Returns the LoRA of each matrix that gets a rank. Computes further components where their choice needs them."""
@@ -194,7 +250,7 @@ class Changes:
                     components[name] = parts
                     bar.update(not ranks)
                 spectra = {
-                    name: Spectrum(parts.values[: counts[name]], parts.energy, self.cost(name))
+                    name: Spectrum(parts.values[: counts[name]] / parts.scale, parts.energy / parts.scale**2, self.cost(name))
                     for name, parts in components.items()
                 }
                 ranks = aim.ranks(spectra)
@@ -203,6 +259,17 @@ class Changes:
         return {name: self._factors(name, components.pop(name), rank) for name, rank in ranks.items() if rank}
 
     def _factors(self, name: str, components: Components, rank: int) -> Factors:
-        dtype, root = torch_dtype(self.dtype(name)), torch.from_numpy(components.values[:rank]).float().sqrt()
-        left, right = components.left(rank) * root, components.right(rank) * root[:, None]
-        return Factors(left.to(dtype), right.to(dtype), components.energy)
+        dtype, root = torch_dtype(self.dtype(name)), torch.from_numpy(components.values[:rank] / components.scale).sqrt()
+        exact = components.left(rank).double() * root, components.right(rank).double() * root[:, None]
+        left, right = (factor.to(dtype) for factor in exact)
+        if not (left.isfinite().all() and right.isfinite().all()):
+            raise CheckpointError(f"The change of '{name}' of {self._tuned} is too large for a LoRA in {self.dtype(name)}.")
+
+        def product(one: tuple[torch.Tensor, ...], other: tuple[torch.Tensor, ...]) -> float:
+            """Returns the inner product of two products of factors."""
+            return float(((one[0].T @ other[0]) * (one[1] @ other[1].T)).sum())
+
+        rounded = left.double(), right.double()
+        kept = 2 * product(exact, rounded) - product(rounded, rounded)
+        left = torch.nn.functional.pad(left, (0, 0, 0, self._all_rows(name)[1] - len(left)))  # rows that only the base has
+        return Factors(left, right, components.energy / components.scale**2, kept)

@@ -62,7 +62,7 @@ class AdapterSource(TensorSource):
         settings = _settings_of(folder)
         self.config = _config_of(settings, base, load_peft_weights(str(folder), device="cpu"))
         skeleton = _skeleton(settings, self.config)
-        _fill_with_nothing(skeleton)
+        fill_with_nothing(skeleton)
         self.config.architectures = [type(skeleton).__name__]
         tied = set(skeleton.all_tied_weights_keys)
         try:
@@ -268,7 +268,7 @@ def _skeleton(settings: PeftConfig, config: PretrainedConfig) -> PreTrainedModel
         return kind.from_config(config) if name in AUTO_CLASSES.values() else kind(config)
 
 
-def _fill_with_nothing(model: PreTrainedModel) -> None:
+def fill_with_nothing(model: PreTrainedModel) -> None:
     """Replaces the tensors of a model on the meta device by tensors of the same shapes that share one zero in memory.
 
     PEFT moves adapters to the device of the base's weights, where this class computes with them.
@@ -282,7 +282,7 @@ def _fill_with_nothing(model: PreTrainedModel) -> None:
 
 
 def _is_nothing(tensor: torch.Tensor) -> bool:
-    """Checks whether `_fill_with_nothing` made this tensor."""
+    """Checks whether `fill_with_nothing` made this tensor."""
     return not any(tensor.stride()) and tensor.numel() > 0
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,8 +18,10 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from hf_ext.errors import CheckpointError
-from hf_ext.integration.weight_plan import plan_of
+from hf_ext.integration.landing import layers_that_load
+from hf_ext.integration.weight_plan import Loaded, plan_of
 from hf_ext.storage.config_file import CONFIG
+from hf_ext.storage.source import TensorSource
 
 #: PEFT's types of task by the endings of Transformers' classes.
 TASKS = {
@@ -32,6 +37,8 @@ HEADS = {
     TaskType.TOKEN_CLS: {"classifier", "score"},
     TaskType.QUESTION_ANS: {"qa_outputs"},
 }
+#: The arguments that PEFT's models of all types of task give to the forward of the base.
+ARGUMENTS = {"input_ids", "attention_mask", "inputs_embeds", "output_attentions", "output_hidden_states", "return_dict"}
 
 
 class Pair(NamedTuple):
@@ -51,9 +58,11 @@ class LoraLayers:
         model: the model, without weights.
         layers: the weights of linear layers, by module.
         whole: the tensors of modules that the adapter must hold whole, such as heads that the base does not have, by parameter.
-        others: the tensors of all other parameters: norms, biases, embeddings, convolutions, experts, and whatever else has no
-            LoRA. By parameter, or by the tensor's name where loading merges several tensors into one parameter.
+        others: the tensors of all other parameters: norms, biases, embeddings, convolutions, experts, linear layers for which
+            PEFT loads no LoRA, and whatever else has none. By parameter, or by the tensor's name where loading ignores it or
+            merges several tensors into one parameter.
         tokens: the tensors of embeddings and the rows that the adapter holds, by module.
+        ties: weights that the fine-tune or the base shares, and the weight that they are tied to.
     """
 
     model: PreTrainedModel
@@ -61,14 +70,31 @@ class LoraLayers:
     whole: dict[str, str] = field(default_factory=dict)
     others: dict[str, Pair] = field(default_factory=dict)
     tokens: dict[str, tuple[str, list[int]]] = field(default_factory=dict)
+    ties: dict[str, str] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def task(self) -> TaskType | None:
-        """PEFT's type of task; None if the model's class has none."""
+        """PEFT's type of task; None if the model's class has none, or if PEFT's model of the type cannot call it."""
         name = type(self.model).__name__
+        task = next((task for ending, task in TASKS.items() if name.endswith(ending)), None)
         if name.endswith("ForConditionalGeneration") and self.model.config.is_encoder_decoder:
-            return TaskType.SEQ_2_SEQ_LM
-        return next((task for ending, task in TASKS.items() if name.endswith(ending)), None)
+            task = TaskType.SEQ_2_SEQ_LM
+        parameters = inspect.signature(type(self.model).forward).parameters
+        takes_all = ARGUMENTS <= parameters.keys() or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+        generates = task in (TaskType.CAUSAL_LM, TaskType.SEQ_2_SEQ_LM)
+        if self.model.main_input_name != "input_ids" or not takes_all or generates and not self.model.can_generate():
+            return None
+        return task
+
+    @cached_property
+    def embedding(self) -> str | None:
+        """The module of the input embedding; None if there is none, as in models of images."""
+        try:
+            module = self.model.get_input_embeddings()
+        except NotImplementedError:
+            return None
+        names = (name for name, other in self.model.named_modules() if other is module)
+        return next(names, None) if isinstance(module, nn.Embedding) else None
 
     @property
     def whole_modules(self) -> list[str]:
@@ -82,11 +108,11 @@ class LoraLayers:
 
     def head_of(self, parameter: str) -> str | None:
         """Returns the module of a head that PEFT saves whole, if the parameter belongs to one."""
-        parts = parameter.split(".")
-        heads = HEADS.get(self.task, set())
-        return next((".".join(parts[: i + 1]) for i, part in enumerate(parts[:-1]) if part in heads), None)
+        parts, heads = parameter.split("."), tuple(HEADS.get(self.task, ()))
+        modules = (".".join(parts[:i]) for i in range(1, len(parts)))
+        return next((module for module in modules if module.endswith(heads)), None)  # as PEFT matches, "pre_classifier" too
 
-    def carry_others(self, changed: Iterable[str], rows: Callable[[str], list[int]]) -> None:
+    def carry_others(self, changed: Iterable[str], rows: Callable[[str], list[int]], resized: Iterable[str]) -> None:
         """Moves the parameters of modules with a changed parameter from `others` to `whole`, except those of linear layers, of
         experts, of modules with parts of their own, and weights that are tied to others. Moves the changed rows of the input
         embedding to `tokens` if it is tied or most rows are unchanged.
@@ -94,29 +120,59 @@ class LoraLayers:
         Args:
             changed: the names of parameters.
             rows: returns the indices of the rows of a parameter that changed.
+            resized: linear layers with another number of rows than in the base, which become whole.
         """
-        tied = {*self.model.all_tied_weights_keys, *self.model.all_tied_weights_keys.values()}
-        embedding, state = self.model.get_input_embeddings(), self.model.state_dict()
+        for module in resized:
+            self.others[f"{module}.weight"] = self.layers.pop(module)
+        changed = {*changed, *(f"{module}.weight" for module in resized)}
+        tied = {name for pair in self.ties.items() for name in pair}
+        state = self.model.state_dict()
         modules = {_module_of(name) for name in changed if name in state} - self.layers.keys()
         for module in (module for module in modules if "experts" not in module):
             parameters = {name for name in self.others if name in state and _module_of(name) == module}
-            if isinstance(embedding, nn.Embedding) and self.model.get_submodule(module) is embedding:
+            is_shared = bool(tied & parameters)
+            if module == self.embedding:
                 (name,) = parameters
                 indices = rows(name)
-                if name in tied or len(indices) < embedding.num_embeddings // 2:
+                is_shared &= not any(head in self.whole for head, source in self.ties.items() if source == name)
+                if is_shared or len(indices) < len(state[name]) // 2:
                     self.tokens[module] = (self.others.pop(name).tensor, indices)
                     continue
-            if not tied & parameters and not any(self.model.get_submodule(module).children()):
+            if not is_shared and not any(self.model.get_submodule(module).children()):
                 self.whole |= {name: self.others.pop(name).tensor for name in parameters}
+        self.carry_modules_of_same_ending()
+
+    def carry_modules_of_same_ending(self) -> None:
+        """Moves the parameters of modules whose names end in that of a whole module to `whole`: PEFT takes them for it."""
+        endings = tuple(self.whole_modules)
+        for module in (name for name, _ in self.model.named_modules() if endings and name.endswith(endings)):
+            layers = {f"{name}.weight": self.layers.pop(name) for name in [*self.layers] if f"{name}.".startswith(f"{module}.")}
+            others = {name: self.others.pop(name) for name in [*self.others] if name.startswith(f"{module}.")}
+            self.whole |= {name: pair.tensor for name, pair in (layers | others).items()}
+
+    def drop_layers_that_do_not_load(self) -> None:
+        """Moves linear layers whose LoRA PEFT refuses, or does not load, to `others`."""
+        shapes = {name: tuple(self.model.get_submodule(name).weight.shape) for name in self.layers}
+        shapes = {name: shape if self.layers[name].transposed else shape[::-1] for name, shape in shapes.items()}
+        plain = LoraLayers(self.model, self.layers)
+        plain.task = None  # else PEFT expects heads, too
+        loaded = layers_that_load(self.model, shapes, lambda names: plain.config(dict.fromkeys(names, 1), ""))
+        self.others |= {f"{name}.weight": self.layers.pop(name) for name in [*self.layers] if name not in loaded}
 
     def config(self, ranks: Mapping[str, int], base: str) -> LoraConfig:
         """Returns the configuration of a LoRA with these ranks, by layer, and a scaling of 1.
 
         `r` is the largest rank: servers reserve memory for it.
         """
-        linear = {name for name, module in self.model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
+        modules = [name for name, _ in self.model.named_modules()]
         endings = {name.rpartition(".")[2] for name in ranks}
-        all_of_endings = {name for name in linear if name.rpartition(".")[2] in endings}
+
+        def matched(targets: Iterable[str]) -> set[str]:
+            """Returns the modules that PEFT adapts."""
+            ends = tuple(f".{target}" for target in targets)
+            return {name for name in modules if f".{name}".endswith(ends)}
+
+        targets = next((sorted(names) for names in (endings, ranks) if matched(names) == ranks.keys()), None)
         rank = max(ranks.values())
         patterns = {f"^{name}": number for name, number in ranks.items() if number != rank}
         kind = type(self.model)
@@ -125,7 +181,7 @@ class LoraLayers:
             lora_alpha=rank,
             rank_pattern=patterns,
             alpha_pattern=dict(patterns),
-            target_modules=sorted(endings if all_of_endings == ranks.keys() else ranks),
+            target_modules=targets or "|".join(map(re.escape, ranks)),
             modules_to_save=self.whole_modules or None,
             trainable_token_indices={module: rows for module, (_, rows) in self.tokens.items()} or None,
             fan_in_fan_out=any(self.layers[name].transposed for name in ranks),
@@ -136,35 +192,75 @@ class LoraLayers:
         )
 
 
-def lora_layers(folder: Path, tuned: Iterable[str], base: Iterable[str]) -> LoraLayers:
+def lora_layers(folder: Path, tuned: TensorSource, base: TensorSource) -> LoraLayers:
     """Sorts the parameters of a fine-tune by the way in which a LoRA can carry them.
 
     Args:
         folder: of the fine-tune, with its config.json.
-        tuned, base: the names of the tensors in their checkpoints.
+        tuned, base: the two checkpoints.
 
     Raises:
         CheckpointError: the configuration cannot be read, or names a class that is not one of Transformers.
     """
     model = _skeleton(folder)
-    parts = LoraLayers(model)
-    twins = {part.target: part.all_names() for part in plan_of(model, base)[0]}
-    for part in plan_of(model, tuned)[0]:
-        target, names = part.target, part.all_names()
-        if target in model.all_tied_weights_keys:
+    state = model.state_dict()
+    declared = model.all_tied_weights_keys or getattr(model, "_tied_weights_keys", None) or {}
+    ties = {name: source for name, source in declared.items() if name in state and source in state}
+    parts = LoraLayers(model, ties=ties)
+    (origins, ignored), (twins, _) = _origins(parts, tuned), _origins(parts, base)
+    parts.others = {name: Pair(name, name if name in base else "") for name in ignored}
+    for target, part in origins.items():
+        names, source = part.all_names(), ties.get(target, "")
+        is_tied, was_tied = (target in found and found[target] is found.get(source) for found in (origins, twins))
+        if not is_tied and not was_tied:
+            ties.pop(target, None)
+        if is_tied and (was_tied or target not in twins):
             continue
         if part.converter is not None:  # loading merges several tensors into one parameter
-            priors = twins.get(target, [])
+            priors = twins[target].all_names() if target in twins else []
             parts.others |= {name: Pair(name, priors[i] if len(priors) == len(names) else "") for i, name in enumerate(names)}
-        elif target not in twins or parts.head_of(target):
+        elif target not in twins or was_tied or parts.head_of(target):
             parts.whole[target] = names[0]
-        elif target.endswith(".weight") and isinstance(layer := model.get_submodule(_module_of(target)), nn.Linear | Conv1D):
-            parts.layers[_module_of(target)] = Pair(names[0], twins[target][0], isinstance(layer, Conv1D))
         else:
-            parts.others[target] = Pair(names[0], twins[target][0])
-    modules = {_module_of(name) for name in parts.whole}
-    parts.whole |= {name: parts.others.pop(name).tensor for name in [*parts.others] if _module_of(name) in modules}
+            pair, module = Pair(names[0], twins[target].all_names()[0]), _module_of(target)
+            if target.endswith(".weight") and _is_linear(model, module):
+                parts.layers[module] = pair._replace(transposed=isinstance(model.get_submodule(module), Conv1D))
+            else:
+                parts.others[target] = pair
+    parts.carry_modules_of_same_ending()
+    parts.drop_layers_that_do_not_load()
     return parts
+
+
+def _origins(parts: LoraLayers, source: TensorSource) -> tuple[dict[str, Loaded], list[str]]:
+    """Returns the origin of each parameter in a checkpoint, and the names of the tensors that loading ignores.
+
+    A weight and the one that it is tied to have the same origin, unless the checkpoint holds both, with different values.
+    """
+    plan, ignored = plan_of(parts.model, source.names())
+    origins = {part.target: part for part in plan}
+    for target, other in parts.ties.items():
+        if target in origins:
+            origins.setdefault(other, origins[target])
+    for target, other in parts.ties.items():
+        if other in origins and (target not in origins or _is_same(source, origins[target], origins[other])):
+            origins[target] = origins[other]
+    return origins, ignored
+
+
+def _is_same(source: TensorSource, part: Loaded, other: Loaded) -> bool:
+    """Checks whether two parameters have the same values in a checkpoint."""
+    (name,), (twin,) = part.all_names(), other.all_names()
+    entry, prior = source.entry(name), source.entry(twin)
+    is_like = (entry.dtype, entry.shape) == (prior.dtype, prior.shape)
+    return name == twin or is_like and source.identity(name) == source.identity(twin)
+
+
+def _is_linear(model: PreTrainedModel, module: str) -> bool:
+    """Checks whether a module is a linear layer that computes as PyTorch's does, and is called for it."""
+    layer = model.get_submodule(module)
+    is_plain = isinstance(layer, nn.Linear | Conv1D) and type(layer).forward in (nn.Linear.forward, Conv1D.forward)
+    return is_plain and not isinstance(model.get_submodule(_module_of(module)), nn.MultiheadAttention)
 
 
 def _module_of(parameter: str) -> str:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file
-from tiny_adapters import difference, logits, moved
+from safetensors.torch import load_file, save_file
+from tiny_adapters import difference, loaded, logits, moved, products
 from tiny_checkpoints import contents, edit_config
 from tiny_models import MODELS, bert, fine_tuned, gpt_oss, llama, mixtral, perturb, qwen_moe, tokenizer
 from torch import nn
@@ -31,16 +31,6 @@ pytestmark = [
     pytest.mark.filterwarnings(f"ignore:{text}")
     for text in ("Setting `save_embedding_layers`", ".*fan_in_fan_out", "Model with", "The following .* keys did not match")
 ]
-
-
-def loaded(base: PreTrainedModel, adapter: Path) -> PeftModel:
-    return PeftModel.from_pretrained(copy.deepcopy(base), adapter)
-
-
-def products(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The change that the adapter makes in each layer."""
-    layers = {name: module for name, module in model.named_modules() if hasattr(module, "get_delta_weight")}
-    return {name.removeprefix("base_model.model."): layer.get_delta_weight("default") for name, layer in layers.items()}
 
 
 def changes(tuned: nn.Module, base: nn.Module) -> dict[str, torch.Tensor]:
@@ -211,6 +201,54 @@ def test_texts_show_the_loss(tmp_path, pair):
     assert "base + LoRA" in report.summary()
 
 
+SCALES = [(torch.float32, 1e-20), (torch.float64, 1e-40), (torch.bfloat16, 1.0), (torch.float32, 1e18)]
+
+
+@pytest.mark.parametrize("dtype, scale", SCALES)
+def test_the_share_is_that_of_the_lora_as_written(tmp_path, dtype, scale):
+    base, tuned = llama().double(), perturb(llama()).double()
+    for model, name in ((base, "base"), (tuned, "tuned")):
+        for weight in model.parameters():
+            weight.data *= scale
+        model.to(dtype).save_pretrained(tmp_path / name)
+    report = fm_delta.extract_lora(tmp_path / "tuned", tmp_path / "base", tmp_path / "lora", rank=8)
+    state, change = load_file(tmp_path / "lora/adapter_model.safetensors"), changes(tuned, base)
+    for layer in report.layers:
+        A, B = (state[f"base_model.model.{layer.layer}.lora_{side}.weight"].double() / scale**0.5 for side in "AB")
+        difference_of_layer = change[f"{layer.layer}.weight"] / scale
+        squares = torch.linalg.svdvals(difference_of_layer).square()
+        kept = 1 - ((difference_of_layer - B @ A).square().sum() / squares.sum()).item()
+        assert layer.energy == pytest.approx(kept, abs=1e-3) and kept > 0.97 * (squares[:8].sum() / squares.sum()).item()
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.mlp.up_proj.weight", "model.norm.weight"])
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+@pytest.mark.parametrize("folder", ["tuned", "base"])
+def test_values_that_are_not_finite_are_errors(tmp_path, name, value, folder):
+    fine_tuned(llama(), tmp_path)
+    path = tmp_path / folder / "model.safetensors"
+    tensors = load_file(path)
+    tensors[name][-1:] = value
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"'{name}' of .*{folder}.* NaN or infinite"):
+        fm_delta.extract_lora(tmp_path / "tuned", tmp_path / "base", tmp_path / "lora")
+    assert not (tmp_path / "lora").exists()
+
+
+def test_changes_beyond_single_precision_are_errors(tmp_path):
+    base = llama(dtype=torch.float64)
+    tuned = fine_tuned(base, tmp_path)
+    tuned.lm_head.weight.data[3] = 1e200
+    tuned.save_pretrained(tmp_path / "tuned")
+    with pytest.raises(CheckpointError, match="'lm_head.weight' .* too large for a LoRA"):
+        fm_delta.extract_lora(tmp_path / "tuned", tmp_path / "base", tmp_path / "lora")
+
+
+def test_texts_may_hold_line_separators(tmp_path):
+    (tmp_path / "texts.jsonl").write_text('{"text": "one\u2028two\u0085three"}\r\n', encoding="utf-8")
+    assert read_texts(tmp_path / "texts.jsonl") == ["one\u2028two\u0085three"]
+
+
 @pytest.mark.parametrize("content", ["", "words", '{"text": 1}', '{"words": "a"}', '{"text": ""}'])
 def test_files_without_texts_are_errors(tmp_path, content):
     (tmp_path / "texts.jsonl").write_text(content)
@@ -237,6 +275,8 @@ def test_the_command_prints_the_report(tmp_path, pair, capsys):
     assert main([*arguments, "--json"]) == 0 and json.loads(capsys.readouterr().out) == report.to_dict()
     assert main(["extract-lora", tuned, "--base", base, "--max-size", "large", "--out", str(tmp_path / "c")]) == 2
     assert "'large' is not a size" in capsys.readouterr().err
+    assert main(["extract-lora", tuned, "--base", base, "--max-size", "9" * 400 + "G", "--out", str(tmp_path / "c")]) == 2
+    assert "999999999… is more than any file holds" in capsys.readouterr().err
     assert main(["extract-lora", tuned, "--base", base, "--rank", "99", "--out", str(tmp_path / "c")]) == 1
     assert capsys.readouterr().err.startswith("hf-ext: rank=99 is larger") and not (tmp_path / "c").exists()
 
@@ -249,6 +289,7 @@ def test_the_command_prints_the_report(tmp_path, pair, capsys):
         ({"energy": 1.5}, "energy=1.5 is not a share"),
         ({"max_size": 0}, "max_size=0 is not a size"),
         ({"max_size": 100}, "max_size=100 is too small"),
+        ({"max_size": 7_900}, r"max_size=7900 is too small: with one component, the adapter takes 8\d\d\d bytes"),
         ({"energy": 0.5, "max_size": 100}, "cannot be combined"),
     ],
 )
@@ -274,11 +315,6 @@ def test_wrong_models_are_errors(tmp_path, pair):
         fm_delta.extract_lora(tmp_path / "small", tmp_path / "other", out)
     with pytest.raises(CheckpointError, match="cannot be overwritten"):
         fm_delta.extract_lora(tuned, base, base)
-    resized = copy.deepcopy(model)
-    resized.resize_token_embeddings(100)
-    resized.save_pretrained(tmp_path / "resized")
-    with pytest.raises(CheckpointError, match=r"\[100, 64\] in .* and \[96, 64\] in the base"):
-        fm_delta.extract_lora(tmp_path / "resized", base, out)
     model.save_pretrained(tmp_path / "quantized")
     edit_config(tmp_path / "quantized", quantization_config={"quant_method": "gptq", "bits": 4})
     for fine_tune, prior in ((tmp_path / "quantized", base), (tuned, tmp_path / "quantized")):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -23,6 +25,8 @@ class Change:
         prediction: bytes of the prediction, of the same type and size.
     """
 
+    scale = 1.0  # factor of the change that `rows` returns, to that of the tensor
+
     def __init__(self, data: np.ndarray, prediction: np.ndarray, dtype: str, length: int):
         self.dtype = dtype
         self._values, self._predictions = (array.reshape(-1, length * WIDTHS[dtype]) for array in (data, prediction))
@@ -35,6 +39,11 @@ class Change:
         change, energies = np.empty((len(values), self.shape[1]), np.float32), np.empty(len(values))
         _native.subtract(values, predictions, FLOATS[self.dtype], self.shape[1], change, energies)
         return torch.from_numpy(change), energies
+
+    @cached_property
+    def energy(self) -> float:
+        """The sum of the squares of all rows."""
+        return sum(float(self.rows(band)[1].sum()) for band in self.bands())
 
     def weights(self, rows: slice | np.ndarray, top: int) -> torch.Tensor:
         """Returns the weights of the values in some rows (float32): 1 where the exponent of the spacing is `top` or more. The
@@ -65,3 +74,26 @@ class Change:
             torch.from_numpy(array[rows]).view(torch_dtype(self.dtype)) for array in (self._values, self._predictions)
         )
         return values, predictions.float()
+
+
+class ScaledChange(Change):
+    """A change times a power of 4, so that single precision can add up its squares. `largest` is the magnitude of its largest
+    value, before that."""
+
+    def __init__(self, data: np.ndarray, prediction: np.ndarray, dtype: str, length: int):
+        super().__init__(data, prediction, dtype, length)
+        self.largest = max((float(self._difference(band).abs().max()) for band in self.bands()), default=0.0)
+        if 0 < self.largest < math.inf:
+            self.scale = 4.0 ** (-math.frexp(self.largest)[1] // 2)
+
+    def rows(self, rows: slice | np.ndarray) -> tuple[torch.Tensor, np.ndarray]:
+        check_awaited()
+        change = self._difference(rows) * self.scale
+        return change.float(), change.square().sum(1).numpy()
+
+    def _difference(self, rows: slice | np.ndarray) -> torch.Tensor:
+        values, predictions = (
+            torch.from_numpy(array[rows].copy()).view(torch_dtype(self.dtype)).double()
+            for array in (self._values, self._predictions)
+        )
+        return values - predictions

@@ -74,6 +74,7 @@ class Components(NamedTuple):
     turn: torch.Tensor  # width × components, orthonormal columns: the components in this basis
     energy: float  # sum of the squares of the whole change
     touched: int  # rows that changed
+    scale: float = 1.0  # factor of the change that was decomposed, to that of the tensor
 
     def left(self, rank: int) -> torch.Tensor:
         """Returns the left singular vectors: rows × rank, orthonormal columns."""

@@ -1,0 +1,105 @@
+"""The tensors of a LoRA that PEFT puts where they belong.
+
+PEFT matches names by their endings, refuses some modules of some models, and rewrites the targets of mixtures of experts. It
+skips tensors that then fit nowhere. So a LoRA is loaded into the model without weights, as `PeftModel.from_pretrained` does.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from copy import deepcopy
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from peft import LoraConfig, PeftModel
+from peft.utils import get_peft_model_state_dict
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from hf_ext.errors import CheckpointError
+from hf_ext.integration.adapter_source import fill_with_nothing
+from hf_ext.storage.layout import ADAPTER
+
+PREFIX = "base_model.model."  # of all names in PEFT's files
+
+
+def lost(model: PreTrainedModel, folder: Path, tokens: int | None = None) -> set[str]:
+    """Returns the tensors of a saved LoRA that do not arrive, and those that PEFT expects in addition.
+
+    Args:
+        model: the base, on the meta device. It stays unchanged.
+        folder: of the LoRA.
+        tokens: number of tokens of the base, if it is not that of the model.
+
+    Raises:
+        Exception: PEFT cannot load the LoRA.
+    """
+    skeleton = deepcopy(model)
+    if tokens is not None:
+        skeleton.resize_token_embeddings(tokens, mean_resizing=False)
+    fill_with_nothing(skeleton)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loaded = PeftModel.from_pretrained(skeleton, folder, low_cpu_mem_usage=True, torch_device="cpu")
+        state = get_peft_model_state_dict(loaded, save_embedding_layers=False)
+    saved = load_file(folder / ADAPTER)
+    return (state.keys() ^ saved.keys()) | {
+        name for name in state.keys() & saved.keys() if not _is_same(state[name], saved[name])
+    }
+
+
+def require_loadable(model: PreTrainedModel, folder: Path, tokens: int | None) -> None:
+    """Raises CheckpointError unless PEFT loads all of a saved LoRA. The arguments are those of `lost`."""
+    try:
+        names = sorted(lost(model, folder, tokens))
+    except Exception as error:  # of many types
+        raise CheckpointError(f"PEFT cannot load this LoRA of a {type(model).__name__}: {error}") from error
+    if names:
+        raise CheckpointError(f"PEFT cannot load this LoRA of a {type(model).__name__}: '{names[0]}' does not fit.")
+
+
+def layers_that_load(
+    model: PreTrainedModel, layers: Mapping[str, tuple[int, int]], config: Callable[[Iterable[str]], LoraConfig]
+) -> set[str]:
+    """Returns the layers whose LoRA arrives where PEFT loads it, together with those of the others.
+
+    Args:
+        model: the base, on the meta device.
+        layers: inputs and outputs of the layers, by module.
+        config: returns the configuration of a LoRA of rank 1 for some layers.
+    """
+
+    def arriving(names: set[str]) -> set[str]:
+        if not names:
+            return names
+        with TemporaryDirectory() as place:
+            folder = Path(place)
+            config(names).save_pretrained(folder)
+            marks = {}
+            for i, name in enumerate(sorted(names)):  # no two layers have the same values
+                marks[f"{PREFIX}{name}.lora_A.weight"] = torch.full((1, layers[name][0]), float(i))
+                marks[f"{PREFIX}{name}.lora_B.weight"] = torch.full((layers[name][1], 1), float(i))
+            save_file(marks, folder / ADAPTER, metadata={"format": "pt"})
+            try:
+                missed = lost(model, folder)
+            except Exception:  # PEFT raises errors of many types
+                return set()
+        return {name for name in names if not {f"{PREFIX}{name}.lora_{side}.weight" for side in "AB"} & missed}
+
+    names, all_names = arriving({*layers}), {*layers}
+    if not names and layers:  # some of them prevent all
+        groups: dict[str, set[str]] = {}
+        for name in layers:
+            groups.setdefault(re.sub(r"\d+", "#", name), set()).add(name)
+        all_names = set().union(*map(arriving, groups.values()))
+        names = arriving(all_names)
+    while names != all_names:  # fewer targets, other conversions
+        all_names, names = names, arriving(names)
+    return names
+
+
+def _is_same(loaded: torch.Tensor, saved: torch.Tensor) -> bool:
+    return loaded.shape == saved.shape and not loaded.is_meta and torch.equal(loaded.float(), saved.float())

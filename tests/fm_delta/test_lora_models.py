@@ -1,0 +1,133 @@
+"""A LoRA of models with odd layers, ties and vocabularies: the report is of what PEFT loads, and names what it leaves out."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from tiny_adapters import difference, loaded, logits, products
+from tiny_models import fine_tuned, llama, perturb
+from tiny_vision_language_models import build
+from transformers import LlamaForCausalLM
+
+from hf_ext import fm_delta
+
+SMALL = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+ENCODER_DECODER = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
+EXPERTS = {"moe_intermediate_size": 24, "num_experts_per_tok": 2, "num_key_value_heads": 4}
+#: Models of which PEFT does not take every layer, or matches more than one would think: class, configuration, and a layer that
+#: the adapter must leave out.
+ODD = {
+    "dense-layer": ("DeepseekV2ForCausalLM", {**SMALL, **EXPERTS, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1,
+        "topk_group": 1, "first_k_dense_replace": 1, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8, "v_head_dim": 8}, "model.layers.0.mlp.up_proj.weight"),
+    "mamba": ("MambaForCausalLM", {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8},
+        "backbone.layers.0.mixer.out_proj.weight"),
+    "speech": ("WhisperForConditionalGeneration", {**ENCODER_DECODER, "vocab_size": 96, "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4, "num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 20,
+        "decoder_start_token_id": 1, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}, None),
+    "head": ("DistilBertForSequenceClassification", {"vocab_size": 96, "dim": 32, "hidden_dim": 48, "n_layers": 2,
+        "n_heads": 4}, None),
+    "no-head": ("LlamaModel", {**SMALL, "num_key_value_heads": 2}, None),
+    "counter": ("LevitForImageClassification", {"image_size": 64, "hidden_sizes": [16, 24, 32], "num_attention_heads": [2] * 3,
+        "depths": [1] * 3, "key_dim": [4] * 3}, "classifier.batch_norm.num_batches_tracked"),
+}  # fmt: skip
+INPUTS = {
+    "input_ids": torch.arange(8)[None] + 3,
+    "pixel_values": torch.ones(1, 3, 64, 64),
+    "input_features": torch.ones(1, 8, 40),
+}
+
+
+@pytest.mark.parametrize("modules_to_save", [False, True])
+@pytest.mark.parametrize("name", ODD)
+def test_the_report_is_of_what_peft_loads(tmp_path, name, modules_to_save):
+    kind, settings, left_out = ODD[name]
+    torch.manual_seed(0)
+    kind = getattr(transformers, kind)
+    model = kind(kind.config_class(**settings))
+    tuned = perturb(model)
+    for buffer_name, buffer in tuned.named_buffers():
+        if "num_batches" in buffer_name:
+            buffer += 5
+    model.save_pretrained(tmp_path / "base")
+    tuned.save_pretrained(tmp_path / "tuned")
+    report = fm_delta.extract_lora(
+        tmp_path / "tuned", tmp_path / "base", tmp_path / "lora", rank=2, modules_to_save=modules_to_save
+    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Found missing adapter keys")
+        adapted = loaded(model, tmp_path / "lora")
+    assert products(adapted).keys() == {layer.layer for layer in report.layers}
+    wholes = tuple(f"{module.partition(' ')[0]}." for module in report.whole)
+    carried = {f"{layer.layer}.weight" for layer in report.layers}
+    before, after = (load_file(tmp_path / folder / "model.safetensors") for folder in ("base", "tuned"))
+    changed = {key for key in after if not torch.equal(after[key], before[key])}
+    assert {key for key in changed if not key.startswith(wholes)} - carried <= report.omitted.keys()
+    assert left_out is None or modules_to_save or left_out in report.omitted
+    inputs = {kind.main_input_name: INPUTS[kind.main_input_name]}
+    extra = {"decoder_input_ids": INPUTS["input_ids"]} if name == "speech" else {}
+    with torch.no_grad():
+        adapted.eval()(**inputs, **extra)
+
+
+@pytest.mark.parametrize("case", ["own head", "only the head", "both"])
+def test_the_files_decide_which_weights_are_tied(tmp_path, case):
+    base, tuned = llama(tied=True), fine_tuned(llama(tied=True), tmp_path)
+    tensors = load_file(tmp_path / "tuned/model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    tensors["lm_head.weight"] = embedding + 0.05 if case == "own head" else embedding.clone()
+    if case == "only the head":
+        del tensors["model.embed_tokens.weight"]
+    save_file(tensors, tmp_path / "tuned/model.safetensors", metadata={"format": "pt"})
+    tuned = LlamaForCausalLM.from_pretrained(tmp_path / "tuned")
+    report = fm_delta.extract_lora(tmp_path / "tuned", tmp_path / "base", tmp_path / "lora")
+    assert report.whole == (["lm_head"] if case == "own head" else []) and "model.embed_tokens.weight" in report.omitted
+    report = fm_delta.extract_lora(tmp_path / "tuned", tmp_path / "base", tmp_path / "all", rank=64, modules_to_save=True)
+    assert not report.omitted and not any("head" in layer.layer for layer in report.layers)
+    adapted = loaded(base, tmp_path / "all")
+    assert difference(logits(adapted), logits(tuned)) < 1e-4 < difference(logits(base), logits(tuned))
+    assert difference(logits(adapted.merge_and_unload()), logits(tuned)) < 1e-4
+
+
+def test_tensors_that_loading_ignores_are_named(tmp_path):
+    fine_tuned(llama(), tmp_path)
+    for folder, value in (("base", 0.0), ("tuned", 1.0)):
+        path = tmp_path / folder / "model.safetensors"
+        save_file(load_file(path) | {"value_head.weight": torch.full((1, 64), value)}, path, metadata={"format": "pt"})
+    report = fm_delta.extract_lora(tmp_path / "tuned", tmp_path / "base", tmp_path / "lora")
+    assert report.omitted["value_head.weight"] == 64
+
+
+@pytest.mark.parametrize("tokens", [98, 90])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_another_number_of_tokens(tmp_path, tied, tokens):
+    base = llama(tied)
+    model = copy.deepcopy(base)
+    model.resize_token_embeddings(tokens, mean_resizing=False)
+    model = perturb(model)
+    base.save_pretrained(tmp_path / "base")
+    model.save_pretrained(tmp_path / "tuned")
+    report = fm_delta.extract_lora(tmp_path / "tuned", tmp_path / "base", tmp_path / "lora", rank=64)
+    assert loaded(base, tmp_path / "lora") and "model.embed_tokens.weight" in report.omitted
+    assert ("2 added tokens" in report.summary()) == (tokens == 98)
+    report = fm_delta.extract_lora(tmp_path / "tuned", tmp_path / "base", tmp_path / "all", rank=64, modules_to_save=True)
+    call = f"base.resize_token_embeddings({tokens})"
+    assert call in report.summary() and call in (tmp_path / "all/README.md").read_text() and not report.omitted
+    base.resize_token_embeddings(tokens, mean_resizing=False)
+    ids = {"input_ids": torch.tensor([[3, 5, tokens - 1]])}
+    with torch.no_grad():
+        assert difference(loaded(base, tmp_path / "all")(**ids).logits, model(**ids).logits) < 1e-4
+
+
+def test_targets_match_no_module_of_another_kind(tmp_path):
+    """The linear layers "0" and "2" of a Sequential are not the blocks 0 and 2."""
+    model, _ = build("qwen2_vl")
+    fine_tuned(model, tmp_path)
+    report = fm_delta.extract_lora(tmp_path / "tuned", tmp_path / "base", tmp_path / "lora", rank=2)
+    layers = {layer.layer for layer in report.layers}
+    assert products(loaded(model, tmp_path / "lora")).keys() == layers and "model.visual.merger.mlp.2" in layers
