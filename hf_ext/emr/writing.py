@@ -27,7 +27,7 @@ from hf_ext.storage.config_file import CONFIG, EMR, HINT
 from hf_ext.storage.delta.source import PARTS_OF, DeltaCheckpoint
 from hf_ext.storage.delta.writer import write_delta
 from hf_ext.storage.files import copy, write_json
-from hf_ext.storage.names import layer_of
+from hf_ext.storage.names import is_statistic, layer_of
 from hf_ext.storage.native import FLOATS, WIDTHS, cast
 from hf_ext.storage.plain_writer import shards_of
 from hf_ext.storage.prefetch import threads_for
@@ -59,7 +59,7 @@ class MergeWriter:
     ):
         self.base, self.models, self.out, self.standing = base, models, out, standing
         self._words = vocabulary(base_config)
-        require_one_class(base_config, models)
+        require_one_class(models)
         for model in models:
             require_same_layers(model, base)
         self.holders: dict[str, TaskModel] = {}  # tensor -> the first model that has it
@@ -120,7 +120,7 @@ class MergeWriter:
 
     def _votes(self, model: TaskModel, name: str) -> bool:
         """Checks whether a task's tensor takes part in the election. If not, it is stored as the task's own: a head, for
-        instance, or integers."""
+        instance, integers, or statistics of its data."""
         if self.standing is not None:
             if name in self.standing.elected and not self.standing.is_elected(name):
                 return False
@@ -128,6 +128,8 @@ class MergeWriter:
                 return name in self.standing.files[model.task].record.modulated
         twin, entry = self.base.twin_of(name), model.tensors.entry(name)
         if twin is None or entry.dtype not in FLOATS or self.base.entry(twin).dtype not in FLOATS or not math.prod(entry.shape):
+            return False
+        if is_statistic(name):
             return False
         base_shape, shape = self.base.entry(twin).shape, entry.shape
         if base_shape != shape:

@@ -24,7 +24,7 @@ from hf_ext.storage.hub import Hub
 if TYPE_CHECKING:
     import torch
     from peft import LoraConfig
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 #: The errors with which code fails that uses a host's internals after they have changed.
 HOST_CHANGED = (AttributeError, ImportError, TypeError)
@@ -110,6 +110,16 @@ def config_of(kind: type[PretrainedConfig], entries: dict) -> PretrainedConfig:
     Transformers writes in a form of its own. Where its function is gone, a configuration with one is refused as invalid."""
     decode = getattr(kind, "_decode_special_floats", deepcopy)
     return kind.from_dict(decode(deepcopy(entries)))
+
+
+def generation_of(entries: dict) -> GenerationConfig:
+    """Returns the settings of a generation_config.json, as `from_pretrained` reads it: saving refuses settings that are not
+    strictly valid, unless they are unchanged since then. Where Transformers notes that elsewhere, saving refuses these too."""
+    from transformers import GenerationConfig
+
+    settings = GenerationConfig.from_dict(deepcopy(entries))
+    settings._original_object_hash = hash(settings)  # type: ignore[attr-defined]
+    return settings
 
 
 def let_serve_load(config: type[PretrainedConfig], model: type[PreTrainedModel]) -> None:

@@ -92,7 +92,7 @@ def change_between(
             sizes = _sizes(*(dict(model.named_modules()) for model in models))
     if generation[0] != generation[1] and model.can_generate():
         try:
-            settings = GenerationConfig.from_dict(generation[1]) if generation[1] else GenerationConfig.from_model_config(after)
+            settings = compat.generation_of(generation[1]) if generation[1] else GenerationConfig.from_model_config(after)
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"The generation_config.json to switch to cannot be read: {error}") from error
     return ConfigChange(before, after, shapes, sizes, settings)

@@ -91,6 +91,11 @@ class Ties:
         return name if name in self._group_of else self._tied.twin_of(name)
 
 
+def is_statistic(name: str) -> bool:
+    """Checks whether a tensor holds statistics of the training data, as batch normalization does, and not a weight."""
+    return name.endswith((".running_mean", ".running_var", ".num_batches_tracked"))
+
+
 def layer_of(name: str) -> tuple[str, str] | None:
     """Returns the stack of layers that a parameter belongs to and the layer's number there; None if it is in no layer."""
     match = re.match(r"(.*?)\b(\d+)\.", name)

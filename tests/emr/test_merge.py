@@ -426,7 +426,8 @@ def refusals(place: Path, base: Path, tasks: dict) -> Iterator[tuple]:
         yield few, {"tuned": many}, f"'{name}' of .* is in a layer that .* does not have"
 
     base_llama = saved(llama(), place / "llama")
-    yield base, tasks | {"llama": base_llama}, "Task 'llama' is a llama model, the base is bert"
+    yield base, tasks | {"llama": base_llama}, "Task 'llama' has architectures .*one class"
+    yield base, {"llama": base_llama}, "no fine-tune of this base"
     narrow = saved(small_llama(num_key_value_heads=1), place / "narrow")  # which leaves the other dimensions as they are
     yield base_llama, {"narrow": narrow}, r"k_proj.weight' of task 'narrow' is \[16, 64\], but \[32, 64\] in the base"
     for count in (2, 3):

@@ -3,6 +3,7 @@ it as it was. Tests with `kind` or `models` hold for both."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -33,6 +34,10 @@ from transformers import (
     GenerationConfig,
     GPT2Config,
     LlamaForCausalLM,
+    Mamba2Config,
+    Mamba2ForCausalLM,
+    MarianConfig,
+    MarianMTModel,
     MobileNetV2Config,
     MobileNetV2ForImageClassification,
     PreTrainedModel,
@@ -171,6 +176,44 @@ def test_each_architecture_follows_in_its_own_memory(tmp_path, name):
         assert_same_weights(model, body.plain("second"))
 
 
+def mamba2() -> PreTrainedModel:
+    """Its configuration holds an infinite number."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1}
+    return Mamba2ForCausalLM(Mamba2Config(vocab_size=96, **sizes))
+
+
+def marian() -> PreTrainedModel:
+    """Its positions are not in the file."""
+    torch.manual_seed(0)
+    sizes = {f"{side}_{key}": n for side in ("encoder", "decoder") for key, n in (("layers", 1), ("ffn_dim", 48))}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "max_position_embeddings": 32}
+    tokens = {"vocab_size": 96, "pad_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 0}
+    return MarianMTModel(MarianConfig(d_model=32, **sizes, **heads, **tokens))
+
+
+@pytest.mark.parametrize("build", [mamba2, marian])
+def test_models_whose_files_are_unlike_others_follow(tmp_path, kind, build):
+    models = stored(kind, tmp_path, *two(tmp_path, build()), type(build()))
+    models.follow(models.load("first"), "second", "first")
+
+
+def test_each_task_keeps_the_statistics_of_its_data(tmp_path):
+    sizes = {"depth_multiplier": 0.25, "image_size": 32, "num_labels": 3}
+    model = MobileNetV2ForImageClassification(MobileNetV2Config(**sizes))
+    tuned = {"a": perturb(model, 1), "b": perturb(model, 2)}
+    for i, one in enumerate(tuned.values()):
+        one.train()(pixel_values=i + torch.randn(4, 3, 32, 32))
+    base, folders = write(tmp_path, model, **tuned)
+    emr.merge(base, folders, tmp_path / "merged")
+    merged = MobileNetV2ForImageClassification.from_pretrained(tmp_path / "merged")
+    for name in ("b", "a"):
+        merged.set_task(name)
+        expected = dict(tuned[name].named_buffers())
+        assert any("running_var" in key for key in expected)
+        assert all(torch.equal(buffer, expected[key]) for key, buffer in merged.named_buffers())
+
+
 def test_a_plain_checkpoint_a_sharded_one_and_the_base_are_switched_to(tmp_path):
     base, tuned = two(tmp_path, llama())
     models = stored("switch", tmp_path, base, tuned, AutoModelForCausalLM)
@@ -213,14 +256,17 @@ def test_resized_vocabularies_follow_and_stay_tied(tmp_path, kind, tied):
 
 
 def test_generation_settings_follow(tmp_path, kind):
-    tuned = {name: perturb(llama(), seed) for seed, name in enumerate(("short", "long", "none"))}
+    tuned = {name: perturb(llama(), seed) for seed, name in enumerate(("short", "long", "odd", "none"))}
     tuned["short"].generation_config = GenerationConfig(max_new_tokens=5, do_sample=False, pad_token_id=0)
     tuned["long"].generation_config = GenerationConfig(max_new_tokens=9, do_sample=True, temperature=0.5)
     base, folders = write(tmp_path, llama(), **tuned)
+    odd = {"do_sample": False, "temperature": 0.5, "top_k": 3}  # loads and saves again, with a warning
+    (folders["odd"] / "generation_config.json").write_text(json.dumps(odd))
     (folders["none"] / "generation_config.json").unlink()
     models = stored(kind, tmp_path, base, folders, AutoModelForCausalLM)
     model = models.load("short")
-    models.follow(model, "long", "short")
+    models.follow(model, "long", "short", "odd")
+    model.generation_config.save_pretrained(tmp_path / "again")
     models.swap(model, "none")
     expected = models.plain("none").generation_config
     for setting in ("eos_token_id", "max_new_tokens", "do_sample"):
