@@ -20,7 +20,7 @@ from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from tiny_adapters import moved
 from tiny_transfers import SEEDS, answer, inputs, pretrained, teacher
 from training_seeds import training_seed
-from transformers import BartConfig, BartForConditionalGeneration
+from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
 from hf_ext import HfExtError, PissaConfig, ServerError
 from hf_ext.trans_lora import Server
@@ -56,17 +56,22 @@ def test_a_batch_gives_what_each_prompt_gives_alone(kind, adapter):
     assert len({one.text for one in together}) > 1
 
 
-def test_a_batch_shifts_no_position_of_an_encoder():
-    """BART's positions are absolute."""
+@pytest.mark.parametrize("kind", ["bart", "mbart", "marian", "pegasus", "blenderbot", "m2m_100"])
+def test_a_batch_shifts_no_position_of_an_encoder(kind):
+    """Most of their positions are absolute."""
     _, tokenizer = pretrained("t5")
     torch.manual_seed(training_seed())
     end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     sizes = {f"{part}_{name}": size for part in ("encoder", "decoder") for name, size in (("layers", 1), ("ffn_dim", 32))}
     ends = dict.fromkeys(("bos_token_id", "eos_token_id", "forced_eos_token_id", "decoder_start_token_id"), end)
-    config = BartConfig(vocab_size=len(tokenizer), d_model=32, init_std=0.5, pad_token_id=pad, **sizes, **ends)
-    model = BartForConditionalGeneration(config)
-    write = ModelGenerator(model.eval(), Encoder(tokenizer, model, "{input}"), batch_size=4)
+    config = AutoConfig.for_model(kind, vocab_size=len(tokenizer), d_model=32, init_std=0.5, pad_token_id=pad, **sizes, **ends)
+    model = AutoModelForSeq2SeqLM.from_config(config).eval()
+    encoder = Encoder(tokenizer, model, "{input}")
+    write = ModelGenerator(model, encoder, batch_size=4)
     assert write(PROMPTS, 8) == [write([prompt], 8)[0] for prompt in PROMPTS]
+    samples = encoder.samples(PROMPTS, ["late", "early a", "a b c", "late"])
+    together, alone = (answer_log_probs(model, encoder, samples, size) for size in (4, 1))
+    assert all(torch.allclose(one, other, atol=1e-4) for one, other in zip(together, alone))
 
 
 @pytest.mark.parametrize("adapter", ["lora", pytest.param("pissa", marks=pissa), "prompt_tuning"])
