@@ -37,7 +37,7 @@ class DecodingConfig(QuantizationConfigMixin):
     """The `quantization_config` in the config.json of a checkpoint that is stored relative to a base model.
 
     Args:
-        base: folder or Hub id of the base model; None if the weights are stored without one.
+        base: folder or Hub id of the base model; None for the one that the files name, if any.
         revision: the base's commit on the Hub; None for a folder.
         dtype: torch's name of the weights' float type, for `dtype="auto"`.
     """
@@ -48,7 +48,7 @@ class DecodingConfig(QuantizationConfigMixin):
     #: The `quantization_config` that `from_pretrained` was called with.
     requested: Any = None
 
-    def __init__(self, base: str | None, revision: str | None = None, dtype: str | None = None, **kwargs):
+    def __init__(self, base: str | None = None, revision: str | None = None, dtype: str | None = None, **kwargs):
         kwargs.pop("quant_method", None)
         self.quant_method = type(self).quant_method
         self.base = base
@@ -117,7 +117,7 @@ class DecodingQuantizer(HfQuantizer):
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
         # For dtype="auto" without a dtype in config.json, Transformers takes the payloads' type, uint8.
-        if not dtype.is_floating_point and self.quantization_config.dtype is not None:
+        if dtype == torch.uint8 and self.quantization_config.dtype is not None:
             stored = self.quantization_config.dtype
             named = getattr(torch, stored, None) if isinstance(stored, str) else None
             if not isinstance(named, torch.dtype):

@@ -211,6 +211,39 @@ def test_a_dtype_gives_what_the_plain_load_gives(folder_of, name, dtype):
     assert_loads_the_same(MODELS[name].auto, folder_of(name), dtype=dtype)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dtype": torch.int8},
+        {"dtype": "torch.bfloat16"},
+        {"dtype": {"": "bfloat16"}},
+        {"torch_dtype": "float16"},
+        {"device_map": "nowhere"},
+        {"variant": "none"},
+        {"use_safetensors": False},
+        {"revision": "none"},
+        {"vocab_size": 50},
+        {"vocab_size": 50, "ignore_mismatched_sizes": True},
+        {"num_hidden_layers": 1},
+        {"num_hidden_layers": 3},
+        {"tie_word_embeddings": True},
+        {"key_mapping": {"lm_head": "renamed"}},
+        {"attn_implementation": "eager"},
+        {"state_dict": {}},
+        {"unknown": 1},
+    ],
+    ids=lambda options: str(options)[1:40],
+)
+def test_any_options_give_what_the_plain_load_gives(folder_of, options):
+    try:
+        AutoModelForCausalLM.from_pretrained(folder_of("llama") / "tuned", **options)
+    except Exception as error:
+        with pytest.raises(type(error)):
+            AutoModelForCausalLM.from_pretrained(folder_of("llama") / "small", **options)
+    else:
+        assert_loads_the_same(AutoModelForCausalLM, folder_of("llama"), **options)
+
+
 @pytest.mark.parametrize("dtype", [*DTYPES, "mixed"], ids=str)
 def test_dtype_auto_needs_no_dtype_in_config_json(tmp_path, dtype):
     model = t5().to(torch.float16 if dtype == "mixed" else dtype)
@@ -488,6 +521,12 @@ def test_a_base_changed_between_samples_is_refused(tmp_path, build, part):
     shutil.copytree(folder / "base", folder / "moved")
     edit_settings(folder / "small", base=str(folder / "moved"))
     assert_fails(BaseModelError, name, folder / "base", folder / "moved", folder=folder / "small")
+
+
+def test_a_config_that_names_no_base_loads_that_of_the_files(folder):
+    settings = json.loads((folder / "small/config.json").read_text())["quantization_config"]
+    edit_config(folder / "small", quantization_config={name: settings[name] for name in ("quant_method", "dtype")})
+    assert_loads_the_same(AutoModelForCausalLM, folder)
 
 
 def test_a_missing_base_is_named_with_what_to_do(folder):
