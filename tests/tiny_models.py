@@ -109,7 +109,7 @@ def perturb(model: PreTrainedModel, seed: int = 1) -> PreTrainedModel:
             delta = torch.randn(weight.shape, generator=generator) * (0.02 * weight.float().std(correction=0) + 1e-4)
             moved = torch.rand(weight.shape[:1] or (1,), generator=generator) < 0.8
             moved[0] = True
-            weight += (delta * moved.reshape(*weight.shape[:1], *[1] * (weight.dim() - 1))).to(weight.dtype)
+            weight += (delta * moved.reshape([*weight.shape[:1], *[1] * (weight.dim() - 1)])).to(weight.dtype)
     return tuned
 
 

@@ -140,7 +140,7 @@ def find_base(
 
 
 @section.command(
-    "extract the best LoRA of a fine-tune, for PEFT and for servers",
+    "extract a LoRA from a fine-tune, for PEFT and for servers",
     "  hf-ext extract-lora my-llama --base meta-llama/Llama-3.2-1B --out my-lora --rank 16\n"
     "  hf-ext extract-lora my-llama --base my-base --out my-lora --max-size 50MB\n"
     "  hf-ext extract-lora my-llama --base my-base --out my-lora --energy 0.9 \\\n"

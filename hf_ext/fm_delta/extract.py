@@ -164,7 +164,7 @@ def extract_lora(
     modules_to_save: bool = False,
     texts: Sequence[str] | None = None,
 ) -> LoraReport:
-    """Writes the best LoRA of a fine-tune, as an adapter that PEFT loads.
+    """Writes a LoRA that approximates the change of a fine-tune, as an adapter that PEFT loads.
 
     The leading singular components of a layer's change become its LoRA (randomized subspace iteration: Halko, Martinsson, Tropp
     2011). Heads that the base does not have are in the adapter whole. Memory: a few tensors and the adapter in float32.
@@ -284,7 +284,7 @@ def _write(
         require_loadable(parts.model, stage, tokens)
         report = replace(report, size=(stage / ADAPTER).stat().st_size)
         description = (
-            f"It is the best approximation of the change of {len(report.layers)} layers, of rank {config.r} and less.\n"
+            f"It approximates the change of {len(report.layers)} layers, with rank {config.r} and less.\n"
             f"It keeps {percent(report.energy)} of the energy of the change (relative error {percent(report.error)})."
         )
         figures = {"description": description, "base_class": type(parts.model).__name__, "resize": report.resize}

@@ -165,9 +165,10 @@ class Changes:
         Raises:
             CheckpointError: a changed tensor holds values that are not finite.
         """
-        pair, (rows, columns) = self._pairs[name], self.shape(name)
-        rows = rows if len(self._tuned.entry(pair.tensor).shape) > 1 else columns
-        tuned, base = rows_of(self._tuned.read(pair.tensor), 0, rows), rows_of(self._base.read(pair.twin), 0, rows)
+        pair, (rows, columns), counts = self._pairs[name], self.shape(name), self._all_rows(name)
+        tuned, base = self._tuned.read(pair.tensor), self._base.read(pair.twin)
+        if len({*counts}) > 1:
+            tuned, base = (rows_of(raw, 0, min(counts)) for raw in (tuned, base))
         if tuned.dtype == base.dtype and np.array_equal(tuned.data, base.data):
             yield None
         else:

@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 from peft import LoraConfig, PeftModel
+from peft.tuners.lora.layer import ParamWrapper
 from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
@@ -46,9 +47,10 @@ def lost(model: PreTrainedModel, folder: Path, tokens: int | None = None) -> set
         loaded = PeftModel.from_pretrained(skeleton, folder, low_cpu_mem_usage=True, torch_device="cpu")
         state = get_peft_model_state_dict(loaded, save_embedding_layers=False)
     saved = load_file(folder / ADAPTER)
-    return (state.keys() ^ saved.keys()) | {
-        name for name in state.keys() & saved.keys() if not _is_same(state[name], saved[name])
-    }
+    differing = {name for name in state.keys() & saved.keys() if not _is_same(state[name], saved[name])}
+    # PEFT adapts the parameter of such a module instead of the module, and then gives it the largest rank.
+    parameters = tuple(f"{name}." for name, module in loaded.named_modules() if isinstance(module, ParamWrapper))
+    return state.keys() ^ saved.keys() | differing | {name for name in saved if name.startswith(parameters)}
 
 
 def require_loadable(model: PreTrainedModel, folder: Path, tokens: int | None) -> None:

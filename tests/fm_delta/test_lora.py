@@ -1,4 +1,4 @@
-"""A LoRA of a fine-tune: the best one for its rank, energy or size, which PEFT loads and applies."""
+"""A LoRA of a fine-tune: close to the best one for its rank, energy or size. PEFT loads and applies it."""
 
 from __future__ import annotations
 

@@ -25,6 +25,10 @@ ODD = {
     "dense-layer": ("DeepseekV2ForCausalLM", {**SMALL, **EXPERTS, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1,
         "topk_group": 1, "first_k_dense_replace": 1, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8,
         "qk_nope_head_dim": 8, "v_head_dim": 8}, "model.layers.0.mlp.up_proj.weight"),
+    "router": ("AfmoeForCausalLM", {**SMALL, **EXPERTS, "num_hidden_layers": 4, "num_experts": 4, "num_dense_layers": 1,
+        "head_dim": 8}, "model.layers.1.mlp.router.gate.weight"),
+    "scalar": ("CLIPModel", {"text_config": {**SMALL, "max_position_embeddings": 20}, "projection_dim": 16, "vision_config": {
+        **SMALL, "image_size": 16, "patch_size": 8}}, "logit_scale"),
     "mamba": ("MambaForCausalLM", {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8},
         "backbone.layers.0.mixer.out_proj.weight"),
     "speech": ("WhisperForConditionalGeneration", {**ENCODER_DECODER, "vocab_size": 96, "encoder_attention_heads": 4,
@@ -40,6 +44,10 @@ INPUTS = {
     "input_ids": torch.arange(8)[None] + 3,
     "pixel_values": torch.ones(1, 3, 64, 64),
     "input_features": torch.ones(1, 8, 40),
+}
+MORE_INPUTS = {
+    "speech": {"decoder_input_ids": INPUTS["input_ids"]},
+    "scalar": {"pixel_values": torch.ones(1, 3, 16, 16)},
 }
 
 
@@ -70,9 +78,8 @@ def test_the_report_is_of_what_peft_loads(tmp_path, name, modules_to_save):
     assert {key for key in changed if not key.startswith(wholes)} - carried <= report.omitted.keys()
     assert left_out is None or modules_to_save or left_out in report.omitted
     inputs = {kind.main_input_name: INPUTS[kind.main_input_name]}
-    extra = {"decoder_input_ids": INPUTS["input_ids"]} if name == "speech" else {}
     with torch.no_grad():
-        adapted.eval()(**inputs, **extra)
+        adapted.eval()(**inputs, **MORE_INPUTS.get(name, {}))
 
 
 @pytest.mark.parametrize("case", ["own head", "only the head", "both"])
