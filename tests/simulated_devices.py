@@ -146,6 +146,8 @@ def _in_lower_precision(func: Callable[..., torch.Tensor]) -> Callable[..., torc
 
 
 def _register() -> None:
+    # The first backward pass starts a thread for each device, after which no fork of the process can run one.
+    torch.ones(1, requires_grad=True).backward()
     backend._setup_privateuseone_for_python_backend(NAME, _Module(), _Hook())
     tensors, others, casts = (
         torch.library.Library(name, "IMPL", key)
@@ -171,7 +173,7 @@ def simulation() -> Iterator[None]:
         mock.patch.object(torch, "empty", lambda *args, pin_memory=False, **options: empty(*args, **options)),
         mock.patch.object(torch, "Generator", lambda device="cpu": generator()),
         mock.patch.object(torch.cuda, "synchronize", synchronize),
-        torch.autograd.set_multithreading_enabled(False),  # the first backward has started a thread for each device
+        torch.autograd.set_multithreading_enabled(False),  # there are no threads for these devices
     ):
         _active = True
         try:

@@ -219,7 +219,13 @@ def test_trans_lora_runs_all_stages(devices, first_device, tmp_path, source, tar
     if apart:
         spread(model, target, devices)
         spread(teaching.get_base_model(), source, devices)
-    args = {"use_cpu": False, "dataloader_pin_memory": CUDA, "filter": "discriminator" if has_judge else "none"}
+    args = {
+        "use_cpu": False,
+        "num_samples": 4,
+        "num_train_epochs": 1,
+        "dataloader_pin_memory": CUDA,
+        "filter": "discriminator" if has_judge else "none",
+    }
     trainer = TransLoraTrainer(
         model,
         settings(tmp_path, **args),
