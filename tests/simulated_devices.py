@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 from unittest import mock
 
@@ -20,7 +21,8 @@ DEVICES = [f"{NAME}:0", f"{NAME}:1"]
 aten = torch.ops.aten
 COPIES = (aten.copy_.default, aten._to_copy.default)
 INDEXING = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default)
-CAST = ("linear", "matmul", "addmm", "bmm", "conv2d", "scaled_dot_product_attention")  # by autocast
+LOWERED = ("linear", "matmul", "addmm", "bmm", "conv2d", "scaled_dot_product_attention")  # by autocast
+RAISED = ("softmax.int", "log_softmax.int", "layer_norm")  # to float32
 
 _active = False
 _libraries: list[torch.library.Library] = []
@@ -131,16 +133,16 @@ def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = 
     return target
 
 
-def _in_lower_precision(func: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _in_precision(func: Callable[..., torch.Tensor], raised: bool) -> Callable[..., torch.Tensor]:
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
 
-    def lower(value: Any) -> Any:
-        is_float = isinstance(value, torch.Tensor) and value.dtype == torch.float32
-        return value.to(torch.get_autocast_dtype(NAME)) if is_float else value
+    def cast(value: Any) -> Any:
+        is_float = isinstance(value, torch.Tensor) and value.dtype in (torch.float32, torch.get_autocast_dtype(NAME))
+        return value.to(torch.float32 if raised else torch.get_autocast_dtype(NAME)) if is_float else value
 
     def run(*args: Any, **kwargs: Any) -> torch.Tensor:
         with torch._C._ExcludeDispatchKeyGuard(keys):
-            return func(*tree_map(lower, args), **tree_map(lower, kwargs))
+            return func(*tree_map(cast, args), **tree_map(cast, kwargs))
 
     return run
 
@@ -157,8 +159,8 @@ def _register() -> None:
     tensors.impl("empty_strided", _empty_strided)
     tensors.impl("_copy_from", _copy_from)  # by torch.tensor
     others.fallback(torch.library.fallthrough_kernel)
-    for name in CAST:
-        casts.impl(name, _in_lower_precision(getattr(aten, name)))
+    for name in (*LOWERED, *RAISED):
+        casts.impl(name, _in_precision(attrgetter(name)(aten), name in RAISED))
     _libraries.extend((tensors, others, casts))
 
 

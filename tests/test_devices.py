@@ -144,9 +144,10 @@ def test_qpissa_trains_and_saves(devices, tmp_path):
         torch.testing.assert_close(again(**tokens).logits, model(**tokens).logits, rtol=0, atol=1e-4)
 
 
-def test_cmoe_trains(devices, precision):
+@pytest.mark.parametrize("router", ["soft", "sparse"])
+def test_cmoe_trains(devices, precision, router):
     model, inputs = llava()
-    config = CMoEConfig(r=4, tasks=("vqa", "cls"))
+    config = CMoEConfig(r=4, tasks=("vqa", "cls"), router=router)
     twin = get_peft_model(copy.deepcopy(model), config)
     model = get_peft_model(spread(model, "llava", devices, precision), config)
     assert_same_step(model, twin, inputs, devices, precision)

@@ -252,8 +252,8 @@ class Connector(nn.Module):
             logits = self.router(x, None if self.task_tokens is None else self.task_tokens[tasks]).expand(shape)
             if self.routing == "sparse":
                 top, chosen = logits.topk(self.top_k, dim=-1)
-                top = top.softmax(-1)
+                top = top.softmax(-1).to(x.dtype)  # on GPUs, autocast computes it in float32
                 out = self.experts(tokens, top.flatten(0, 1), chosen.flatten(0, 1))
-                return out.unflatten(0, (images, count)), torch.zeros_like(logits).scatter(-1, chosen, top)
+                return out.unflatten(0, (images, count)), top.new_zeros(shape).scatter(-1, chosen, top)
             weights = soft_weights(logits).to(x.dtype)
         return self.experts(tokens, weights.flatten(0, 1)).unflatten(0, (images, count)), weights

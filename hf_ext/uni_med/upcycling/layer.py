@@ -46,7 +46,7 @@ class TaskRouter(Router):
         if self.top_k is None:
             return soft_weights(logits).to(logits.dtype)
         top, chosen = logits.topk(self.top_k, dim=-1)
-        return torch.zeros_like(logits).scatter(-1, chosen, top.softmax(-1))
+        return torch.zeros_like(logits).scatter(-1, chosen, top.softmax(-1).to(logits.dtype))
 
 
 class FixedRouter(nn.Module):
