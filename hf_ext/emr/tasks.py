@@ -46,11 +46,12 @@ def open_task(name: str, task: Task, base: TensorSource, scratch: Path) -> TaskM
     else:
         raise CheckpointError(f"Task '{name}' is a {type(task).__name__}; give a folder, a Hub id, or a model.")
     tensors: TensorSource
-    if (folder / ADAPTER_CONFIG).exists() and not all_weights(folder):
+    if (folder / ADAPTER_CONFIG).exists():
         from hf_ext.integration.adapter_source import AdapterSource  # PEFT takes its time to import
 
         try:
-            tensors = AdapterSource(folder, base)
+            # As from_pretrained does: an adapter beside the weights of a model belongs to that model.
+            tensors = AdapterSource(folder, open_checkpoint(folder) if all_weights(folder) else base)
         except CheckpointError as error:
             raise CheckpointError(f"Task '{name}': {error}") from error
         config = tensors.config.to_dict()

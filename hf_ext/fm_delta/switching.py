@@ -16,6 +16,7 @@ from hf_ext.integration.in_place import LiveWeights, lock_of, require_plain
 from hf_ext.storage.checkpoint import Checkpoint
 from hf_ext.storage.config_file import CONFIG, ENCODINGS, FM_DELTA, read_config
 from hf_ext.storage.hub import Hub, is_local, reaching
+from hf_ext.storage.layout import ADAPTER, ADAPTER_CONFIG
 from hf_ext.storage.open import OF_TASK, open_checkpoint
 from hf_ext.storage.source import TensorSource
 
@@ -110,8 +111,9 @@ def _open(other: str | os.PathLike, revision: str | None, hub: Hub) -> tuple[Ten
         else:
             with reaching(name, revision):  # all files come from the commit of the first
                 revision = hub.download(name, CONFIG, revision).parent.name
-                with suppress(EntryNotFoundError):
-                    hub.download(name, GENERATION, revision)
+                for file in (GENERATION, ADAPTER_CONFIG, ADAPTER):
+                    with suppress(EntryNotFoundError):
+                        hub.download(name, file, revision)
         folder = Checkpoint(name, revision, hub).paths[0].parent
     except BaseModelError as error:
         raise CheckpointError(str(error)) from error
@@ -120,9 +122,14 @@ def _open(other: str | os.PathLike, revision: str | None, hub: Hub) -> tuple[Ten
         raise CheckpointError(f"'{name}' has no config.json; give the folder of a saved model.")
     stored = config.pop("quantization_config", None) or {}
     method = stored.get("quant_method", FM_DELTA) if isinstance(stored, dict) else stored
-    source = open_checkpoint(name, revision, hub)
+    source: TensorSource = open_checkpoint(name, revision, hub)
     if method not in ENCODINGS:
         raise CheckpointError(f"{source} is quantized ({method}). Give a checkpoint of plain or compressed weights.")
+    if (folder / ADAPTER_CONFIG).exists():  # beside the model that it belongs to: from_pretrained loads both
+        from hf_ext.integration.adapter_source import AdapterSource  # PEFT takes its time to import
+
+        source = AdapterSource(folder, source)
+        config = source.config.to_dict()
     return source, revision, config, read_config(folder / GENERATION) or None
 
 

@@ -23,10 +23,11 @@ from hf_ext.errors import CheckpointError
 from hf_ext.integration import compat
 from hf_ext.integration.config_change import plain
 from hf_ext.storage.checkpoint import Checkpoint
-from hf_ext.storage.config_file import EMR, storage_settings
+from hf_ext.storage.config_file import EMR, forget_encoding, storage_settings
 from hf_ext.storage.delta.file import KEY
 from hf_ext.storage.hub import downloaded
 from hf_ext.storage.layout import ADAPTER
+from hf_ext.storage.names import Names, Ties
 from hf_ext.storage.open import OF_TASK, open_checkpoint
 from hf_ext.storage.safetensors_file import Entry, RawTensor, SafetensorsFile
 from hf_ext.storage.source import TensorSource
@@ -64,7 +65,7 @@ class AdapterSource(TensorSource):
         skeleton = _skeleton(settings, self.config)
         fill_with_nothing(skeleton)
         self.config.architectures = [type(skeleton).__name__]
-        tied = set(skeleton.all_tied_weights_keys)
+        self._ties = Ties(skeleton.all_tied_weights_keys)
         try:
             self._model = PeftModel.from_pretrained(skeleton, folder, low_cpu_mem_usage=True, torch_device="cpu")
         except Exception as error:  # of settings of wrong types, too
@@ -74,16 +75,27 @@ class AdapterSource(TensorSource):
         self._layers = {  # name of a weight -> the layer that makes it
             f"{_plain(path)}.{parameter}": layer for path, layer in layers.items() for parameter in _changed_by(layer)
         }
-        names = self._find_given(skeleton, layers.keys(), tied)
-        self._twins = {name: twin for name in names if (twin := base.twin_of(name)) is not None and name not in self._given}
+        tied = {
+            name
+            for name in skeleton.all_tied_weights_keys
+            if not self._layers.keys() & {name, *self._ties.others(name)} and name not in self._apart()
+        }
+        names, known = self._find_given(skeleton, layers.keys(), tied), Names(base.names())
+        twins = {name: known.twin_of(name, self._ties) for name in names - self._given.keys()}
+        self._twins = {name: twin for name, twin in twins.items() if twin is not None}
         self._require_twins(skeleton, names - self._given.keys() - self._twins.keys())
+
+    def _apart(self) -> set[str]:
+        """Returns the names of tied weights for which the base holds different tensors."""
+        groups = (self.base.distinct(group) for group in self._ties.groups(self.base.names()) if len(group) > 1)
+        return {other for group in groups if len(group) > 1 for name in group for other in (name, *self._ties.others(name))}
 
     def _find_given(self, skeleton: PreTrainedModel, layers: Collection[str], tied: set[str]) -> set[str]:
         """Keeps the tensors that the adapter holds whole, and returns the names of all weights.
 
         Args:
             layers: names of the modules that the adapter changes.
-            tied: weights that the base ties to others.
+            tied: weights that the base ties to others, none of which the adapter changes.
         """
         self._given: dict[str, torch.Tensor] = {}
         names = set()
@@ -99,7 +111,7 @@ class AdapterSource(TensorSource):
             if adapter and not whole or ".original_module." in path or name in tied and not whole:
                 continue
             names.add(name)
-            if whole and name in {*tied, *skeleton.all_tied_weights_keys.values()}:
+            if whole and self._ties.others(name):
                 raise CheckpointError(
                     f"The adapter {self.name} trained the whole '{name}', which is tied to another weight in the base. "
                     "Merge it (merge_and_unload), save the model, and give that folder."
@@ -139,13 +151,13 @@ class AdapterSource(TensorSource):
         if name not in self._layers:
             return RawTensor.from_torch(self._given[name]) if name in self._given else self.base.read(self._twins[name])
         module, parameter = name.rpartition(".")[::2]
-        empty = dict(self._layers[name].get_base_layer().named_parameters(recurse=False))
+        weights = self._layers[name].get_base_layer().named_parameters(recurse=False)
+        empty = {other: tensor for other, tensor in weights if _is_nothing(tensor)}  # PEFT saves embeddings with their base
         layer = deepcopy(self._layers[name], {id(tensor): tensor for tensor in empty.values()})
         inner = layer.get_base_layer()
-        for other, tensor in empty.items():
-            if _is_nothing(tensor):
-                weight = self.base.read(self._twins[f"{module}.{other}"]).to_torch()
-                setattr(inner, other, torch.nn.Parameter(weight, requires_grad=False))
+        for other in empty:
+            weight = self.base.read(self._twins[f"{module}.{other}"]).to_torch()
+            setattr(inner, other, torch.nn.Parameter(weight, requires_grad=False))
         with torch.no_grad():
             layer.merge(adapter_names=["default"])
         return RawTensor.from_torch(getattr(layer.get_base_layer(), parameter))
@@ -300,6 +312,7 @@ def _config_of(settings: PeftConfig, base: TensorSource, tensors: dict[str, torc
         raise CheckpointError(
             f"The base {base} has no config.json that Transformers can read, which is needed to merge an adapter: {error}"
         ) from error
+    forget_encoding(config)
     shapes = {name: tuple(tensor.shape) for name, tensor in _skeleton(settings, config).state_dict().items()}
     for key, tensor in tensors.items():
         name = _plain(key.removeprefix("base_model.model."))

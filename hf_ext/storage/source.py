@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from hf_ext.storage.names import Names, Ties
+from hf_ext.storage.names import Names
 from hf_ext.storage.safetensors_file import Entry, RawTensor
 
 FINGERPRINT_SAMPLE = 1024  # bytes read at each of three places of a tensor
@@ -23,13 +23,11 @@ class TensorSource(ABC):
         name: folder, Hub id or another name for messages.
         revision: commit on the Hub; None for anything local.
         paths: the files of the source, then those of its bases; empty if the tensors come from memory.
-        ties: the ties of the model, set by whoever looks up its weights.
     """
 
     name: str
     revision: str | None = None
     paths: Sequence[Path] = ()
-    ties: Ties | None = None
 
     @abstractmethod
     def names(self) -> list[str]:
@@ -75,7 +73,7 @@ class TensorSource(ABC):
 
     def twin_of(self, name: str) -> str | None:
         """Returns the name that the weight `name` has here, see names.py; None if it is not here."""
-        return self._names.twin_of(name, self.ties)
+        return self._names.twin_of(name)
 
     def distinct(self, names: Sequence[str]) -> list[str]:
         """Returns the first of some names of one weight, and those whose tensors differ from the first one's."""

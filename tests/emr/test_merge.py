@@ -22,12 +22,14 @@ from peft import (
     PromptTuningConfig,
     get_peft_model,
 )
-from tiny_adapters import moved
+from safetensors.torch import save_file
+from tiny_adapters import logits, moved
 from tiny_checkpoints import contents, edit_config, fine_tune, weights, write_folder
 from tiny_merges import classifier, same_tensors, tensors_of, write_tasks
 from tiny_models import MODELS, assert_same_weights, bert, gpt_oss, llama, perturb, tokenizer
 from transformers import (
     AutoConfig,
+    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     BertModel,
     BitsAndBytesConfig,
@@ -314,6 +316,35 @@ def test_an_adapter_is_merged_as_the_weights_it_makes(tmp_path, kind, given):
     assert json.loads((tmp_path / "alone/config.json").read_text())["architectures"] == [type(model).__name__]
     report = emr.merge(base, {"full": full, "other": task}, tmp_path / "merged")
     assert [task.task for task in report.tasks] == ["full", "other"]
+
+
+@pytest.mark.parametrize("layers", [["lm_head"], ["embed_tokens"], ["embed_tokens", "lm_head", "q_proj"]])
+@pytest.mark.parametrize("apart", [False, True], ids=["tied", "apart"])
+def test_an_adapter_of_tied_weights_changes_only_its_own(tmp_path, layers, apart):
+    base = saved(llama(tied=True), tmp_path / "base")
+    if apart:
+        tensors = tensors_of(base)
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 0.01
+        save_file(tensors, base / "model.safetensors", {"format": "pt"})
+    model = AutoModelForCausalLM.from_pretrained(base)
+    tuned = moved(get_peft_model(model, LoraConfig(r=2, lora_alpha=0.1, target_modules=layers, task_type="CAUSAL_LM")))
+    emr.merge(base, {"a": saved(tuned, tmp_path / "adapter")}, tmp_path / "merged")
+    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")), logits(tuned))
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_an_adapter_beside_its_model_belongs_to_it(tmp_path, compressed):
+    base, tuned = saved(llama(), tmp_path / "base"), saved(perturb(llama()), tmp_path / "both")
+    if compressed:
+        fm_delta.compress_checkpoint(tuned, base, tuned := tmp_path / "compressed")
+    adapted = get_peft_model(llama(), LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    moved(adapted).save_pretrained(tuned)
+    expected = logits(AutoModelForCausalLM.from_pretrained(tuned))
+    emr.merge(base, {"a": tuned}, tmp_path / "merged")
+    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")), expected)
+    model = fm_delta.switch(AutoModelForCausalLM.from_pretrained(base), tuned)
+    torch.testing.assert_close(logits(model), expected)
+    assert not torch.allclose(logits(perturb(llama())), expected, atol=1e-3)
 
 
 def test_an_adapter_in_memory_keeps_what_else_is_in_memory(tmp_path):
