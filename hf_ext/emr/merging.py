@@ -67,6 +67,8 @@ def merge(
         CheckpointError: the tasks cannot be merged with each other, or the name of one is invalid.
         BaseModelError: the base cannot be read, or a task was not fine-tuned from it.
     """
+    if not isinstance(tasks, Mapping):
+        raise CheckpointError(f'The tasks are a {type(tasks).__name__}; give a dict: {{"NAME": folder, Hub id or model}}.')
     if not tasks:
         raise CheckpointError("There are no tasks to merge; give at least one.")
     return _write(open_plain(base, revision), tasks, Path(out), rescale, max_shard_size)

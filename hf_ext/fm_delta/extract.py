@@ -19,6 +19,7 @@ from hf_ext.display import megabytes, percent, table
 from hf_ext.errors import BaseModelError, CheckpointError, HfExtError
 from hf_ext.fm_delta.base_search import unrelated
 from hf_ext.fm_delta.lora_factors import Aim, Changes, Factors
+from hf_ext.integration.adapter_source import AdapterSource
 from hf_ext.integration.cards import write_card
 from hf_ext.integration.landing import PREFIX, require_loadable
 from hf_ext.integration.lora_layers import LoraLayers, lora_layers
@@ -27,7 +28,7 @@ from hf_ext.storage.config_file import require_unquantized
 from hf_ext.storage.delta.source import DeltaCheckpoint
 from hf_ext.storage.files import require_another_folder, staged_folder
 from hf_ext.storage.hub import downloaded
-from hf_ext.storage.layout import ADAPTER
+from hf_ext.storage.layout import ADAPTER, ADAPTER_CONFIG
 from hf_ext.storage.open import open_checkpoint
 from hf_ext.storage.prefetch import progress
 from hf_ext.storage.source import NoBase, TensorSource
@@ -195,9 +196,11 @@ def extract_lora(
     aim = Aim(rank, energy, max_size)
     folder, target = downloaded(fine_tune), Path(out)
     require_unquantized(folder)
-    source = open_checkpoint(folder)
+    source: TensorSource = open_checkpoint(folder)
     prior = _base_of(source, base, revision)
     require_another_folder(target, [folder, *source.paths, *prior.paths])
+    if (folder / ADAPTER_CONFIG).exists():  # beside the model that it belongs to: from_pretrained loads both
+        source = AdapterSource(folder, source)
     parts = lora_layers(folder, source, prior)
     tokens = None if texts is None else _tokens(folder, parts, texts)
     changes = Changes(source, prior, parts.layers | parts.others, parts.layers)

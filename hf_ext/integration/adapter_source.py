@@ -185,6 +185,8 @@ def _settings_of(folder: Path) -> PeftConfig:
     """
     if (folder / ADAPTER).exists() and KEY in SafetensorsFile(folder / ADAPTER).metadata:
         raise CheckpointError(f"{folder} is a compressed adapter; run `hf-ext decompress` on it first.")
+    if not any(folder.glob("adapter_model.*")):
+        raise CheckpointError(f"{folder} has an adapter_config.json but no {ADAPTER}. Download or save the adapter again.")
     try:
         settings = PeftConfig.from_pretrained(folder)
         trained_on, auto_mapping = settings.base_model_name_or_path, settings.auto_mapping
