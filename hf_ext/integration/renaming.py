@@ -10,6 +10,8 @@ from copy import deepcopy
 from typing import NamedTuple
 
 import torch
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
     WeightRenaming,
@@ -60,3 +62,15 @@ def destinations(
             places[name] = Destination(target, pattern, kept)
             groups.setdefault(target, {}).setdefault(pattern or name, []).append(name)
     return {name: places[name] for group in groups.values() for part in group.values() for name in part}
+
+
+def names_by_weight(names: Iterable[str], model: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Returns the name in a checkpoint of each weight that loading takes from one tensor, which it may rename.
+
+    Args:
+        names: of the tensors.
+        model: may have adapters inside.
+        state: the weights that the model has without them.
+    """
+    places = destinations(names, get_model_conversion_mapping(model), model.base_model_prefix, state)
+    return {place.target: name for name, place in places.items() if place.pattern is None}

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from torch import nn
+from transformers import PreTrainedModel
 
 from hf_ext.errors import BaseModelError, HfExtError
+from hf_ext.integration import compat
 from hf_ext.storage.open import open_checkpoint
 from hf_ext.storage.safetensors_file import torch_dtype
 from hf_ext.storage.source import TensorSource
@@ -21,10 +26,13 @@ class OriginalModel:
     Args:
         name: folder or Hub id; empty if unknown.
         revision: commit on the Hub.
+        model: the quantized model.
     """
 
-    def __init__(self, name: str, revision: str | None):
+    def __init__(self, name: str, revision: str | None, model: nn.Module):
         self.name, self.revision = name, revision
+        self._model: Callable[[], nn.Module | None] = weakref.ref(model)
+        self._weights = {name: weight.detach().to("meta") for name, weight in model.named_parameters()}  # before adapters
 
     @cached_property
     def checkpoint(self) -> TensorSource:
@@ -40,8 +48,23 @@ class OriginalModel:
         except HfExtError as error:
             raise BaseModelError(f"The original weights of the quantized layers cannot be read: {error} {ADVICE}") from error
 
-    def __getstate__(self) -> dict:
-        return {"name": self.name, "revision": self.revision}  # a copy opens the files again
+    def name_of(self, weight: str) -> str | None:
+        """Returns the checkpoint's name of one of the model's weights; None if it has none."""
+        return self._names.get(weight) or self.checkpoint.twin_of(weight)
+
+    @cached_property
+    def _names(self) -> dict[str, str]:
+        """The checkpoint's names by weight, where loading only renames."""
+        model = vars(self).get("_model", lambda: None)()
+        if not isinstance(model, PreTrainedModel):
+            return {}
+        with compat.host_internals("Finding the original weights", ADVICE):
+            from hf_ext.integration.renaming import names_by_weight
+
+            return names_by_weight(self.checkpoint.names(), model, self._weights)
+
+    def __getstate__(self) -> dict:  # a copy opens the files again
+        return {key: value for key, value in vars(self).items() if key in ("name", "revision", "_names")}
 
 
 @dataclass(frozen=True)
@@ -66,7 +89,7 @@ class OriginalWeight:
             BaseModelError: the checkpoint has no float weight of that name and shape.
         """
         checkpoint = self.model.checkpoint
-        name = checkpoint.twin_of(f"{self.layer}.weight")
+        name = self.model.name_of(f"{self.layer}.weight")
         if name is None:
             raise BaseModelError(f"{checkpoint} holds no weight for the quantized layer {self.layer}. {ADVICE}")
         entry = checkpoint.entry(name)

@@ -241,5 +241,5 @@ class QPissaModel(PissaModel):
             if name is None:
                 name = getattr(self.model, "name_or_path", "") or ""
                 revision = getattr(getattr(self.model, "config", None), "_commit_hash", None)
-            self.original_model = OriginalModel(name, revision)
+            self.original_model = OriginalModel(name, revision, self.model)
         return self.original_model

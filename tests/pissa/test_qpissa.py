@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from tiny_adapters import (
     FP4_IN_FLOATS,
@@ -28,9 +29,13 @@ from transformers.pytorch_utils import Conv1D
 from hf_ext import BaseModelError, HfExtError, QPissaConfig, fm_delta
 from hf_ext.pissa.kinds import PissaLinear
 from hf_ext.pissa.quantization import dequantize
-from hf_ext.pissa.quantized import QPissaLinear
+from hf_ext.pissa.quantized import QPissaLinear, ResidualLinear
 
 FORMATS = {"nf4": NF4, "fp4 in floats": FP4_IN_FLOATS}
+KIMI = dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size", "kv_lora_rank"), 64)
+KIMI |= dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_local_experts", "linear_num_heads"), 4)
+KIMI |= dict.fromkeys(("v_head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "linear_head_dim"), 16)
+KIMI |= {"num_hidden_layers": 2, "num_experts_per_tok": 2, "vocab_size": 96, "pad_token_id": 0, "eos_token_id": 2}
 TOLERANCE = 2e-6  # where sums are taken in another order
 every_base = pytest.mark.parametrize(
     ("build", "quantization"),
@@ -292,6 +297,21 @@ def test_the_original_weights_may_stand_elsewhere_and_compressed(tmp_path):
     model = get_peft_model(load(tmp_path / "nf4"), config(full_precision_model=str(tmp_path / "small")))
     expected = get_peft_model(load(tmp_path / "tuned", NF4), config())
     assert_same_residuals(model, expected)
+
+
+@pytest.mark.skipif(not hasattr(transformers, "KimiLinearConfig"), reason="needs a model whose layers loading renames")
+def test_original_weights_are_found_under_the_names_of_the_file(tmp_path):
+    torch.manual_seed(0)
+    transformers.KimiLinearForCausalLM(transformers.KimiLinearConfig(**KIMI)).save_pretrained(tmp_path / "base")
+    whole = load(tmp_path / "base")
+    model = get_peft_model(load(tmp_path / "base", NF4), config(r=4))
+    model.save_pretrained(tmp_path / "adapter")
+    for one in (model, PeftModel.from_pretrained(load(tmp_path / "base", NF4), tmp_path / "adapter")):
+        layers = [layer for layer in one.modules() if isinstance(layer, ResidualLinear)]
+        assert len(layers) > 4
+        for layer in layers:
+            weight = whole.get_parameter(f"{layer.original.layer}.weight")
+            assert torch.equal(layer.original.read(weight.device), weight.float())
 
 
 def test_other_original_weights_are_refused(tmp_path, llama_base):
