@@ -60,6 +60,10 @@ class RawTensor:
         """Returns the bytes of a tensor; on the CPU they share its memory where it is contiguous."""
         import torch
 
+        if not has_values(tensor):
+            raise CheckpointError(
+                f"Only dense tensors with values have bytes, not sparse, nested or meta ones: {tensor!r:.80}."
+            )
         dtype = safetensors_dtype(tensor.dtype)
         if dtype is None:
             raise CheckpointError(f"safetensors files cannot hold tensors of type {tensor.dtype}.")
@@ -259,6 +263,15 @@ def torch_dtype(dtype: str) -> torch.dtype:
     if torch_type is None:
         raise CheckpointError(f"PyTorch {torch.__version__} has no tensors of type {dtype}.")
     return torch_type
+
+
+def has_values(tensor: object) -> bool:
+    """Checks whether a tensor is dense and holds values: it is not sparse, nested or on the device meta."""
+    import torch
+
+    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
+        return False
+    return not (tensor.is_nested or tensor.is_quantized or tensor.is_meta)
 
 
 def safetensors_dtype(dtype: torch.dtype) -> str | None:

@@ -14,7 +14,7 @@ from hf_ext.errors import CheckpointError
 from hf_ext.storage.delta.codec import decode_raw
 from hf_ext.storage.delta.in_place import apply_raw
 from hf_ext.storage.delta.payload import Header
-from hf_ext.storage.safetensors_file import RawTensor, torch_dtype
+from hf_ext.storage.safetensors_file import RawTensor, has_values, torch_dtype
 from hf_ext.weight_sync.step_file import Part
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -121,9 +121,8 @@ def layout_of(parts: Iterable[tuple[str, Part, Header]]) -> dict[str, Parts]:
 
 def rows_of(tensor: torch.Tensor, piece: Piece, parts: Parts, is_whole: bool) -> torch.Tensor:
     """Returns the rows of a caller's tensor that hold a piece of a published one; `is_whole`: it holds nothing else."""
-    is_dense = isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and not tensor.is_nested
-    is_lazy = is_dense and (tensor.is_meta or tensor.is_conj() or tensor.is_neg())
-    if not is_dense or is_lazy or any(length > 1 and step == 0 for length, step in zip(tensor.shape, tensor.stride())):
+    is_lazy = not has_values(tensor) or tensor.is_conj() or tensor.is_neg()
+    if is_lazy or any(length > 1 and step == 0 for length, step in zip(tensor.shape, tensor.stride())):
         raise CheckpointError(
             f"'{piece.tensor}' has no memory for each of its values: it must not be sparse, nested, on the device meta, or an "
             "expanded, conjugate or negative view."

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from hf_ext.errors import CheckpointError
+from hf_ext.storage.safetensors_file import has_values
 from hf_ext.weight_sync.step_file import PART, Part
 
 
@@ -31,8 +32,7 @@ NamedTensors = Mapping[str, torch.Tensor | Rows] | Iterable[tuple[str, torch.Ten
 def local_rows(name: str, tensor: torch.Tensor | Rows) -> Rows:
     """Returns the rows of a tensor that this rank publishes, which are checked."""
     local = tensor.tensor if isinstance(tensor, Rows) else tensor
-    is_dense = isinstance(local, torch.Tensor) and local.layout == torch.strided and not (local.is_nested or local.is_quantized)
-    if not is_dense or local.is_meta:
+    if not has_values(local):
         raise CheckpointError(
             f"'{name}' cannot be published: it must be a dense tensor with values, not sparse, nested, quantized or on the "
             "device meta."

@@ -405,6 +405,19 @@ def test_read_only_memory_is_not_changed_in_place():
     assert base.data.tobytes() == before
 
 
+@pytest.mark.parametrize(
+    "odd",
+    [torch.empty(40, 60, device="meta"), torch.eye(40).to_sparse(), torch.eye(40).to_sparse_csr(), np.ones(3), [1.0]],
+    ids=["meta", "sparse", "csr", "array", "list"],
+)
+def test_what_is_no_dense_tensor_with_values_is_refused(odd):
+    tensor, base = trained(torch.float32, (40, 60))
+    payload = encode(tensor, base)
+    for call in (encode, lambda odd: encode(tensor, odd), lambda odd: decode(payload, odd), lambda odd: apply(payload, odd)):
+        with pytest.raises(CheckpointError, match="dense tensors with values|Only a contiguous tensor"):
+            call(odd)
+
+
 @pytest.mark.parametrize("name", ["\ud800", None, b"a", 5])
 def test_names_that_are_no_text_are_refused(name: object):
     for names in ({"name": name}, {"base_name": name}):

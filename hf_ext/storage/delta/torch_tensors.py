@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from hf_ext.errors import CheckpointError
 from hf_ext.storage.delta import DEFAULT_LEVEL
 from hf_ext.storage.delta.codec import decode_raw, encode_raw
 from hf_ext.storage.delta.in_place import apply_raw
-from hf_ext.storage.safetensors_file import RawTensor
+from hf_ext.storage.safetensors_file import RawTensor, has_values
 
 
 def encode(tensor: torch.Tensor, base: torch.Tensor | None = None, threads: int = 1, level: int = DEFAULT_LEVEL) -> bytes:
@@ -21,7 +22,7 @@ def encode(tensor: torch.Tensor, base: torch.Tensor | None = None, threads: int 
         level: 1 encodes values one by one; 2 first looks for a low-rank part of a matrix's change; 3 looks longer.
 
     Raises:
-        CheckpointError: the tensor has more than 255 dimensions.
+        CheckpointError: the tensor has more than 255 dimensions, or is not a dense tensor with values.
         MissingDependencyError: floats need the C++ extension, which is not built.
         ValueError: there is no such level.
     """
@@ -62,9 +63,10 @@ def apply(payload: bytes, tensor: torch.Tensor, threads: int = 1) -> torch.Tenso
     Raises:
         CorruptFileError: the payload is damaged.
         BaseModelError: `tensor` is not the base, or has another type or shape than the encoded tensor.
-        ValueError: `tensor` is not contiguous, or not on the CPU.
+        CheckpointError: `tensor` is not contiguous, or not on the CPU.
     """
     # The values of a conjugate or negative view differ from its memory.
-    if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-        raise ValueError("only a contiguous tensor in the CPU's memory can be changed in place")
+    is_here = has_values(tensor) and tensor.device.type == "cpu" and tensor.is_contiguous()
+    if not is_here or tensor.is_conj() or tensor.is_neg():
+        raise CheckpointError("Only a contiguous tensor in the CPU's memory can be changed in place. Call tensor.contiguous().")
     return torch.from_numpy(apply_raw(payload, RawTensor.from_torch(tensor), threads=threads))
