@@ -61,8 +61,8 @@ def local(src: str) -> str:
 def method_of(src: str) -> ModuleType:
     """Returns the module of the method that wrote a folder: `emr` for a merge, else `fm_delta`."""
     from hf_ext import emr, fm_delta
-    from hf_ext.emr.folder import is_merge
     from hf_ext.errors import CheckpointError
+    from hf_ext.storage.config_file import is_merge
     from hf_ext.storage.layout import all_weights
 
     folder = Path(src)

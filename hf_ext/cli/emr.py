@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from hf_ext.cli.command import Json, MovedBase, Out, Result, Revision, Section, argument, mistake, option
+from hf_ext.cli.command import Force, Json, MovedBase, Out, Result, Revision, Section, argument, mistake, option
 from hf_ext.errors import CheckpointError
 
 section = Section(
@@ -45,6 +45,7 @@ def merge(
     ],
     revision: Revision = None,
     rescale: Rescale = "tensor",
+    force: Force = False,
     as_json: Json = False,
 ) -> Result:
     tasks = [named(text) for text in task]
@@ -54,7 +55,7 @@ def merge(
             raise mistake(f"there are two tasks called '{name}'; give each its own name", "--task")
     from hf_ext import emr
 
-    report = emr.merge(base, dict(tasks), out, rescale, revision)
+    report = emr.merge(base, dict(tasks), out, rescale, revision, overwrite=force)
     return Result(report.summary(), report.to_dict())
 
 
@@ -68,6 +69,7 @@ def add_task(
     out: Out,
     base: MovedBase = None,
     rescale: Rescale = "tensor",
+    force: Force = False,
     as_json: Json = False,
 ) -> Result:
     name, path = named(task)
@@ -78,7 +80,7 @@ def add_task(
         raise mistake(f"{src} has a task '{name}' already; give the new task another name", "--task")
     from hf_ext import emr
 
-    report = emr.add_task(src, name, path, out, rescale, base)
+    report = emr.add_task(src, name, path, out, rescale, base, overwrite=force)
     return Result(report.summary(), report.to_dict())
 
 
@@ -92,6 +94,7 @@ def extract(
     task: Annotated[str, option("--task", "Name of the task.", "NAME")],
     out: Out,
     base: MovedBase = None,
+    force: Force = False,
     as_json: Json = False,
 ) -> Result:
     from hf_ext.emr.folder import task_files
@@ -102,7 +105,7 @@ def extract(
         raise mistake(f"there is no task '{task}' in {src}; its tasks are {', '.join(tasks)}", "--task")
     from hf_ext import emr
 
-    emr.extract(merge, task, out, base=base)
+    emr.extract(merge, task, out, base=base, overwrite=force)
     return Result(f"Wrote the model of task '{task}' to {out}.", {"out": out, "task": task})
 
 

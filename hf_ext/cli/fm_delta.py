@@ -14,6 +14,7 @@ import typer
 
 from hf_ext.cli.command import (
     RESUMABLE,
+    Force,
     Json,
     MovedBase,
     Out,
@@ -70,28 +71,29 @@ def compress(
             "--level", min=LEVELS[0], max=LEVELS[-1], metavar="N", help=f"{LEVELS[0]} is fastest, {LEVELS[-1]} compresses best."
         ),
     ] = DEFAULT_LEVEL,
+    force: Force = False,
     as_json: Json = False,
 ) -> Result:
     if no_base and base:
         raise mistake("cannot be combined with --base", "--no-base")
     require_base(base, revision=revision, base_id=base_id)
     from hf_ext import fm_delta
-    from hf_ext.errors import BaseModelError
-    from hf_ext.fm_delta.base_search import unrelated
+    from hf_ext.fm_delta.base_search import require_related
+    from hf_ext.fm_delta.compress import is_compressed
+    from hf_ext.storage.files import require_another_folder
+    from hf_ext.storage.guards import require_place
     from hf_ext.storage.hub import downloaded
-    from hf_ext.storage.open import open_checkpoint
 
+    require_another_folder(Path(out), [src, base])
+    require_place(Path(out), force or (lambda: is_compressed(Path(out))))
     finding, src = "", str(downloaded(src))
     if base is None and not no_base:
         report = fm_delta.find_base(src)
         base, revision, finding = report.require().name, report.require().revision, f"{report.summary()}\n"
-    elif base and (reason := unrelated(open_checkpoint(src), open_checkpoint(base, revision))):
-        raise BaseModelError(
-            f"{reason} `hf-ext find-base {src}` looks for the base; --no-base compresses without one. In Python, "
-            "fm_delta.compress_checkpoint accepts every base."
-        )
+    elif base:
+        require_related(src, base, revision)
     note_missing_config(src)
-    fm_delta.compress_checkpoint(src, base, out, revision, verify, level=level, base_id=base_id)
+    fm_delta.compress_checkpoint(src, base, out, revision, verify, level, base_id, overwrite=force)
     written = fm_delta.inspect(out)
     return Result(finding + written.summary(), written.to_dict() | {"tensors": len(written.tensors)})  # `inspect` lists them
 
@@ -105,11 +107,12 @@ def decompress(
     src: Annotated[str, argument("SRC", "Compressed folder, or its id on the Hub.")],
     out: Out,
     base: MovedBase = None,
+    force: Force = False,
     as_json: Json = False,
 ) -> Result:
     from hf_ext import fm_delta
 
-    fm_delta.decompress_checkpoint(src, out, base=base)
+    fm_delta.decompress_checkpoint(src, out, base=base, overwrite=force)
     note_missing_config(out)
     return Result(f"{out} holds the original weights, and the other files of {src}.", {"out": out})
 
@@ -170,6 +173,7 @@ def extract_lora(
         option("--eval", 'Compare losses on these texts of a language model, one per line: {"text": "…"}', "FILE.jsonl"),
     ] = None,
     verbose: Verbose = False,
+    force: Force = False,
     as_json: Json = False,
 ) -> Result:
     size = None if max_size is None else bytes_of(max_size)
@@ -177,7 +181,7 @@ def extract_lora(
     from hf_ext.fm_delta.extract import read_texts
 
     read = read_texts(texts) if texts else None
-    report = fm_delta.extract_lora(src, base, out, rank=rank, energy=energy, max_size=size, texts=read)
+    report = fm_delta.extract_lora(src, base, out, rank=rank, energy=energy, max_size=size, texts=read, overwrite=force)
     return Result(str(report) if verbose else report.summary(), report.to_dict())
 
 
@@ -221,6 +225,7 @@ def compress_all(
         str | None, option("--scheduler", "Use the workers of a Dask cluster, such as tcp://host:8786.", "ADDRESS")
     ] = None,
     verify: Verify = False,
+    force: Force = False,
     as_json: Json = False,
 ) -> Result:
     require_base(base, revision=revision)
@@ -234,7 +239,15 @@ def compress_all(
     sources = only if len(folder) == 1 and not is_model else folder
     with dask_cluster(scheduler) if scheduler else contextlib.nullcontext() as executor:
         report = fm_delta.compress_all(
-            sources, out, base, revision, workers=workers, executor=executor, verify=verify, candidates=candidates or None
+            sources,
+            out,
+            base,
+            revision,
+            workers=workers,
+            executor=executor,
+            verify=verify,
+            candidates=candidates or None,
+            overwrite=force,
         )
     return Result(str(report), report.to_dict(), failed=bool(report.failed))
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
-from hf_ext.cli.command import RESUMABLE, Json, Out, Result, Section, mistake
+from hf_ext.cli.command import RESUMABLE, Force, Json, Out, Result, Section, mistake
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -131,15 +131,18 @@ def more(text: str, request: type, example: str) -> str:
     RESUMABLE,
     **ANY,
 )
-def train_discriminator(context: typer.Context, out: Out, as_json: Json = False) -> Result | None:
+def train_discriminator(context: typer.Context, out: Out, force: Force = False, as_json: Json = False) -> Result | None:
     request, adapter, settings = parsed(context, out, DiscriminatorRequest, "inputs", "seeds")
     from accelerate import PartialState
 
     from hf_ext import trans_lora
     from hf_ext.storage.files import require_another_folder
+    from hf_ext.storage.guards import require_place
+    from hf_ext.trans_lora.stages import is_run
 
     source = request.source_model
-    require_another_folder(Path(out), [Path(source)] if os.path.isdir(source) else [])
+    require_another_folder(Path(out), [source])
+    require_place(Path(out), force or (lambda: is_run(Path(out))))
     model, tokenizer = trans_lora.load_model(source)
     discriminator = trans_lora.train_discriminator(
         model,
@@ -153,7 +156,7 @@ def train_discriminator(context: typer.Context, out: Out, as_json: Json = False)
     discriminator.require_better_than_chance(f"The discriminator of {request.task}")
     first = PartialState().is_main_process
     if first:
-        discriminator.save_pretrained(out)
+        discriminator.save_pretrained(out, overwrite=True)
     PartialState().wait_for_everyone()
     figures = ", ".join(f"{name} {value:.2f}" for name, value in discriminator.metrics.items())
     text = f"{out} holds the discriminator of {request.task}" + (f" ({figures})." if figures else ".")
@@ -173,7 +176,7 @@ def train_discriminator(context: typer.Context, out: Out, as_json: Json = False)
     RESUMABLE,
     **ANY,
 )
-def transfer(context: typer.Context, out: Out, as_json: Json = False) -> Result | None:
+def transfer(context: typer.Context, out: Out, force: Force = False, as_json: Json = False) -> Result | None:
     request, adapter, settings = parsed(context, out, TransferRequest, "seeds")
     if request.discriminator is None and settings.filter == "discriminator":
         raise mistake("give one, or choose --filter none", "--discriminator")
@@ -191,6 +194,7 @@ def transfer(context: typer.Context, out: Out, as_json: Json = False) -> Result 
         adapter.config(request.target_model),
         discriminator=request.discriminator,
         discriminator_model=request.discriminator_model,
+        overwrite=force,
         synthesizer=server,
     )
     report = trainer.report if trainer.is_world_process_zero() else None

@@ -55,11 +55,6 @@ def task_folder(task: str) -> str:
     return f"{TASK_FOLDER}{task}"
 
 
-def is_merge(folder: str | os.PathLike) -> bool:
-    """Checks whether a folder holds a merge, according to its config.json."""
-    return storage_settings(Path(folder)).get("quant_method") == EMR
-
-
 def task_files(folder: Path) -> dict[str, TaskFile]:
     """Opens the files of all tasks of a merge, in the order of config.json.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -26,7 +26,7 @@ from hf_ext.emr.tasks import Task, open_task, require_one_structure, with_one_na
 from hf_ext.emr.writing import MergeWriter
 from hf_ext.errors import CheckpointError, CorruptFileError
 from hf_ext.integration.cards import class_of, write_card
-from hf_ext.storage.checkpoint import Checkpoint
+from hf_ext.storage.checkpoint import Checkpoint, holds_weights
 from hf_ext.storage.config_file import CONFIG, read_config
 from hf_ext.storage.files import require_another_folder, staged_folder
 from hf_ext.storage.hub import downloaded
@@ -46,6 +46,7 @@ def merge(
     rescale: str = "tensor",
     revision: str | None = None,
     max_shard_size: int | str = "50GB",
+    overwrite: bool = False,
 ) -> MergeReport:
     """Merges fine-tunes of one base model into one folder that restores each of them approximately (EMR-Merging, arXiv
     2405.17461). `from_pretrained` loads the first task; `model.set_task` switches.
@@ -59,19 +60,21 @@ def merge(
             in which all tensors have the same weight, as in the authors' scripts.
         revision: branch, tag or commit of the base on the Hub; the commit it leads to is recorded.
         max_shard_size: as in `save_pretrained`.
+        overwrite: replace files of a folder that holds something else than a merge.
 
     Returns:
         A report of how close each task is to its own model.
 
     Raises:
-        CheckpointError: the tasks cannot be merged with each other, or the name of one is invalid.
+        CheckpointError: the tasks cannot be merged with each other, the name of one is invalid, or `out` holds something else.
         BaseModelError: the base cannot be read, or a task was not fine-tuned from it.
     """
     if not isinstance(tasks, Mapping):
         raise CheckpointError(f'The tasks are a {type(tasks).__name__}; give a dict: {{"NAME": folder, Hub id or model}}.')
     if not tasks:
         raise CheckpointError("There are no tasks to merge; give at least one.")
-    return _write(open_plain(base, revision), tasks, Path(out), rescale, max_shard_size)
+    require_another_folder(Path(out), [base])
+    return _write(lambda: open_plain(base, revision), tasks, Path(out), rescale, max_shard_size, overwrite)
 
 
 def add_task(
@@ -82,6 +85,7 @@ def add_task(
     rescale: str = "tensor",
     base: str | os.PathLike | None = None,
     max_shard_size: int | str = "50GB",
+    overwrite: bool = False,
 ) -> MergeReport:
     """Adds a task to a merge.
 
@@ -97,14 +101,16 @@ def add_task(
         rescale: as in `merge`, for the new task.
         base: folder or Hub id of the base, if it is no longer where config.json says.
         max_shard_size: as in `save_pretrained`.
+        overwrite: as in `merge`.
 
     Raises:
-        CheckpointError: the merge has a task of that name, or its election does not suit the new task.
+        CheckpointError: the merge has a task of that name, its election does not suit the new task, or `out` holds something
+            else.
     """
     merged = MergeFolder(_folder_of(src), base)
     if name in merged.tasks:
         raise CheckpointError(f"{src} has a task '{name}' already; give the new task another name.")
-    return _write(merged.base, {name: task}, Path(out), rescale, max_shard_size, merged)
+    return _write(lambda: merged.base, {name: task}, Path(out), rescale, max_shard_size, overwrite, merged)
 
 
 def extract(
@@ -113,6 +119,7 @@ def extract(
     out: str | os.PathLike,
     base: str | os.PathLike | None = None,
     max_shard_size: int | str = "50GB",
+    overwrite: bool = False,
 ) -> None:
     """Writes a task of a merge as a plain checkpoint: the weights that `set_task` gives, configuration and other files.
 
@@ -122,6 +129,7 @@ def extract(
         out: folder to write. On failure it stays as it was.
         base: folder or Hub id of the base, if it is no longer where config.json says.
         max_shard_size: as in `save_pretrained`.
+        overwrite: replace files of a folder that holds something else than the weights of this task.
     """
     if isinstance(merged, PreTrainedModel):
         if not hasattr(merged, "set_task"):
@@ -131,7 +139,11 @@ def extract(
         source = MergeFolder(_folder_of(merged), base)
     source.require_task(task)
     require_another_folder(Path(out), [source.folder, *source.base.paths])
-    with staged_folder(out) as stage:
+
+    def is_extracted() -> bool:
+        return holds_weights(out, source.source(task).fingerprint)
+
+    with staged_folder(out, overwrite=overwrite or is_extracted) as stage:
         write_files(task_files_into(source, task, stage, max_shard_size), stage, f"Extracting {task}:")
 
 
@@ -177,17 +189,22 @@ def report(src: str | os.PathLike) -> MergeReport:
 
 
 def _write(
-    base: TensorSource,
+    open_base: Callable[[], TensorSource],
     tasks: Mapping[str, Task],
     out: Path,
     rescale: str,
     max_shard_size: int | str,
+    overwrite: bool,
     merged: MergeFolder | None = None,
 ) -> MergeReport:
     """Writes the folder of a merge of these tasks, after those of `merged` if it is given."""
     for name in tasks:
         require_name(name)
-    with staged_folder(out, older_files(out)) as stage, TemporaryDirectory(dir=stage, prefix=OURS) as scratch:
+    folders = [task for task in tasks.values() if isinstance(task, str | os.PathLike)]
+    require_another_folder(out, folders)
+    staged = staged_folder(out, older_files(out), overwrite or (lambda: bool(older_files(out))))
+    with staged as stage, TemporaryDirectory(dir=stage, prefix=OURS) as scratch:
+        base = open_base()
         models = [merged.model(name) for name in merged.tasks] if merged else []
         models += [open_task(name, task, base, Path(scratch) / name) for name, task in tasks.items()]
         needed = [*base.paths, *(path for model in models for path in (model.folder, *model.tensors.paths))]
@@ -197,8 +214,7 @@ def _write(
         models = with_one_name_each(models, base)
         MergeWriter(base, _config_of(base), models, stage, merged).write(rescale, max_shard_size)
         finished = report(stage)
-        names = [task for task in tasks.values() if isinstance(task, str | os.PathLike)]
-        _write_card(stage, finished, base, names, out)
+        _write_card(stage, finished, base, folders, out)
     for task in finished.tasks:
         if task.relative >= 1:
             logger.warning(

@@ -13,12 +13,12 @@ from huggingface_hub import CommitInfo
 from transformers import PreTrainedModel
 from transformers.utils.logging import get_logger
 
-from hf_ext.emr.folder import is_merge, name_of_task, older_files
+from hf_ext.emr.folder import name_of_task, older_files
 from hf_ext.emr.switching import SetTask
 from hf_ext.errors import CheckpointError
 from hf_ext.integration.cards import CARD, has_card
 from hf_ext.integration.save_hooks import Saving
-from hf_ext.storage.config_file import CONFIG, add_settings, read_config, remove_settings, storage_settings
+from hf_ext.storage.config_file import CONFIG, add_settings, is_merge, read_config, remove_settings, storage_settings
 from hf_ext.storage.files import require_another_folder, rewrite, staged_folder, write_json
 from hf_ext.storage.hub import absolute
 from hf_ext.storage.layout import ADAPTER_CONFIG

@@ -18,7 +18,7 @@ from hf_ext.storage.checkpoint import Checkpoint
 from hf_ext.storage.config_file import CONFIG, read_config
 from hf_ext.storage.hub import downloaded
 from hf_ext.storage.layout import select_weights
-from hf_ext.storage.open import open_plain
+from hf_ext.storage.open import open_checkpoint, open_plain
 from hf_ext.storage.source import TensorSource
 
 # Full fine-tunes agree with their base in more than 0.9 of the values; noise of a tenth of the weights' spread leaves 0.7, and
@@ -155,6 +155,15 @@ def unrelated(source: TensorSource, base: TensorSource) -> str | None:
     if measured.shared < LIKELY_SHARE or is_plain and measured.agreement < LIKELY_AGREEMENT:
         return f"{base.name} is not the base of {source.name}: {_judge(measured, None, None)[1]}."
     return None
+
+
+def require_related(src: str | os.PathLike, base: str | os.PathLike, revision: str | None = None) -> None:
+    """Raises BaseModelError if a model cannot be the base of `src`: the result would hardly be smaller."""
+    if reason := unrelated(open_checkpoint(src), open_checkpoint(base, revision)):
+        raise BaseModelError(
+            f"{reason} `hf-ext find-base {src}` looks for the base; --no-base compresses without one. In Python, "
+            "fm_delta.compress_checkpoint accepts every base."
+        )
 
 
 def _declared(src: Path) -> Iterator[tuple[str, str]]:

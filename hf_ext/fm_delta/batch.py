@@ -21,7 +21,7 @@ from huggingface_hub.utils import disable_progress_bars, tqdm
 
 from hf_ext.display import megabytes, percent, table
 from hf_ext.errors import CheckpointError, CorruptFileError, HfExtError
-from hf_ext.fm_delta.base_search import find_base
+from hf_ext.fm_delta.base_search import find_base, require_related
 from hf_ext.fm_delta.compress import compress_checkpoint
 from hf_ext.fm_delta.reports import inspect
 from hf_ext.fm_delta.sizes import Sizes
@@ -104,11 +104,13 @@ def compress_all(
     verify: bool = False,
     level: int = DEFAULT_LEVEL,
     candidates: Iterable[str | os.PathLike] | None = None,
+    overwrite: bool = False,
 ) -> BatchReport:
     """Compresses many fine-tunes, each to a folder of its own name in `out`.
 
-    A model that cannot be compressed is reported and does not stop the others. Each result is saved to `out`/compress_all.json.
-    A later run skips the models that are done, unless files of the source or the compressed weights have changed.
+    A model that cannot be compressed, or is unrelated to the base, is reported and does not stop the others. Each result is
+    saved to `out`/compress_all.json. A later run skips the models that are done, unless files of the source or the compressed
+    weights have changed.
 
     Args:
         sources: a folder whose subfolders are models, or a list of models' folders.
@@ -119,6 +121,7 @@ def compress_all(
             under the same paths.
         verify, level: see `compress_checkpoint`.
         candidates: without `base`, folders or Hub ids among which `find_base` searches; by default the local Hub cache.
+        overwrite: replace files of a folder that holds something else than a compressed model.
 
     Raises:
         CheckpointError: there is nothing to compress, two models have the same name, or another process is writing to `out`.
@@ -136,7 +139,10 @@ def compress_all(
         results |= {path.name: ModelResult(path.name, str(path), skipped=reason) for path, reason in folders.items() if reason}
         todo = [path for path, reason in folders.items() if not (reason or _is_done(results, path, out, common, verify))]
         try:
-            futures = {pool.submit(work, source, out / source.name, *options): source for source in todo}
+            futures = {
+                pool.submit(work, source, out / source.name, overwrite or source.name in results, *options): source
+                for source in todo
+            }
             for future in tqdm(as_completed(futures), "Compressing models", len(futures), disable=not futures):
                 source = futures[future]
                 try:
@@ -217,6 +223,7 @@ def _stamp(paths: Iterable[Path]) -> str:
 def compress_model(
     source: Path,
     out: Path,
+    overwrite: bool,
     base: str | None,
     revision: str | None,
     candidates: list | None,
@@ -233,7 +240,9 @@ def compress_model(
         if base is None:
             match = find_base(source, candidates).require()
             base, revision = absolute(match.name), match.revision
-        compress_checkpoint(source, base, out, revision, verify, level)
+        else:
+            require_related(source, base, revision)
+        compress_checkpoint(source, base, out, revision, verify, level, overwrite=overwrite)
     sizes, seconds = inspect(out), round(time.perf_counter() - start, 3)
     result = ModelResult(source.name, str(source), base, revision, seconds, verify)
     result = replace(result, original_bytes=sizes.original_bytes, compressed_bytes=sizes.compressed_bytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 
 from hf_ext.errors import CheckpointError
@@ -12,11 +13,11 @@ from hf_ext.integration.cards import class_of, has_card, write_card
 from hf_ext.storage.config_file import CONFIG, storage_settings
 from hf_ext.storage.delta import DEFAULT_LEVEL
 from hf_ext.storage.delta.file import KEY
-from hf_ext.storage.delta.source import RestoredFile
+from hf_ext.storage.delta.source import PARTS_OF, RestoredFile
 from hf_ext.storage.delta.writer import Sets, write_model
 from hf_ext.storage.files import copy_entries, require_another_folder, staged_folder
 from hf_ext.storage.hub import downloaded
-from hf_ext.storage.layout import ADAPTER, all_weights
+from hf_ext.storage.layout import ADAPTER, all_weights, weights_or_adapter
 from hf_ext.storage.open import open_checkpoint, open_files, require_depth
 from hf_ext.storage.safetensors_file import SafetensorsFile
 from hf_ext.storage.source import NoBase, TensorSource
@@ -30,6 +31,7 @@ def compress_checkpoint(
     verify: bool = False,
     level: int = DEFAULT_LEVEL,
     base_id: str | None = None,
+    overwrite: bool = False,
 ) -> None:
     """Writes a model's folder with its weights as lossless differences from a base model (FM-Delta, NeurIPS 2024).
 
@@ -47,22 +49,25 @@ def compress_checkpoint(
         level: 1 is fast. 2 also searches for a low-rank part of every matrix's change, and 3 searches longer. Level 1 also
             reads a little faster.
         base_id: Hub id to record for the base if `base` is a local copy of it, so that others can load the result.
+        overwrite: replace files of a folder that holds something else than a compressed model.
 
     Raises:
-        CheckpointError: `src` has no safetensors weights, or is already quantized or compressed; `out` is `src` or the base, or
-            holds a model where `src` is an adapter, or the reverse.
+        CheckpointError: `src` has no safetensors weights, or is already quantized or compressed; `out` is `src` or the base,
+            holds other files, or holds a model where `src` is an adapter, or the reverse.
         BaseModelError: the base cannot be read.
         CorruptFileError: a decoded tensor differs from the source; `out` is unchanged.
         ValueError: `revision` or `base_id` is given without a base.
     """
     if base is None and (revision or base_id):
         raise ValueError("revision and base_id require a base, but base is None")
-    folder, out = ModelFolder.open_plain(downloaded(src), adapter=base is None), Path(out)
-    source = NoBase() if base is None else open_checkpoint(base, revision)
-    require_depth(source)
-    _require_one_kind(folder, out)
-    require_another_folder(out, [folder.path, *source.paths])
-    with staged_folder(out) as stage:
+    out = Path(out)
+    require_another_folder(out, [src, base])
+    with staged_folder(out, overwrite=overwrite or partial(is_compressed, out)) as stage:
+        folder = ModelFolder.open_plain(downloaded(src), adapter=base is None)
+        source = NoBase() if base is None else open_checkpoint(base, revision)
+        require_depth(source)
+        _require_one_kind(folder, out)
+        require_another_folder(out, source.paths)
         copy_entries(folder.path, folder.others(out), stage)
         write_with_card(folder.sets, source, stage, base_id, level, target=out, revision=revision)
         folder.copy_modes(stage)
@@ -94,6 +99,12 @@ def write_with_card(
         figures = {"alone": alone, "revision": settings["revision"], "model_class": class_of(out)}
         bases = [] if alone else [settings["base"]]
         write_card(out, "fm_delta", bases, "finetune", target=target, tags=["fm-delta"], **figures)
+
+
+def is_compressed(folder: Path) -> bool:
+    """Checks whether all weights of a folder are compressed, and are those of one model or adapter."""
+    headers = [SafetensorsFile(path).metadata for path in weights_or_adapter(folder)]
+    return bool(headers) and all(KEY in header and PARTS_OF not in header for header in headers)
 
 
 def _require_one_kind(folder: ModelFolder, out: Path) -> None:

@@ -7,12 +7,12 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import PeftModel
-from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hf_ext.display import megabytes, percent, table
@@ -27,14 +27,18 @@ from hf_ext.storage.checkpoint import Checkpoint
 from hf_ext.storage.config_file import require_unquantized
 from hf_ext.storage.delta.source import DeltaCheckpoint
 from hf_ext.storage.files import require_another_folder, staged_folder
+from hf_ext.storage.guards import require_place
 from hf_ext.storage.hub import downloaded
 from hf_ext.storage.layout import ADAPTER, ADAPTER_CONFIG
 from hf_ext.storage.open import open_checkpoint
+from hf_ext.storage.plain_writer import write_files
 from hf_ext.storage.prefetch import progress
+from hf_ext.storage.safetensors_file import ComputedFile, RawTensor, SafetensorsFile
 from hf_ext.storage.source import NoBase, TensorSource
 
 HEADER = 256  # bytes of a file's header for each tensor, at most
 MOST_TOKENS = 1024  # of a text
+WRITER = {"writer": "hf_ext extract-lora"}  # in the metadata of the file: a later extraction may overwrite it
 TOKENS = "token_adapter.trainable_tokens_delta"  # the rows of an embedding there, after the module's name
 
 
@@ -164,6 +168,7 @@ def extract_lora(
     revision: str | None = None,
     modules_to_save: bool = False,
     texts: Sequence[str] | None = None,
+    overwrite: bool = False,
 ) -> LoraReport:
     """Writes a LoRA that approximates the change of a fine-tune, as an adapter that PEFT loads.
 
@@ -186,15 +191,19 @@ def extract_lora(
             many servers do not.
         texts: of a causal language model, on which to compare the losses of base, fine-tune and base with LoRA. Only the first
             1024 tokens of each count.
+        overwrite: replace files of a folder that holds something else than an extracted LoRA.
 
     Raises:
-        CheckpointError: a model has no safetensors weights or is quantized, two tensors differ in shape, or nothing changed.
+        CheckpointError: `out` holds something else, a model has no safetensors weights or is quantized, two tensors differ in
+            shape, or nothing changed.
         BaseModelError: the base cannot be read, or the fine-tune is not one of it.
         HfExtError: `rank`, `energy` or `max_size` is impossible, or `texts` are given and the fine-tune is not a causal
             language model with a tokenizer.
     """
-    aim = Aim(rank, energy, max_size)
-    folder, target = downloaded(fine_tune), Path(out)
+    aim, target = Aim(rank, energy, max_size), Path(out)
+    require_another_folder(target, [fine_tune, base])
+    require_place(target, overwrite or partial(_is_result, target))
+    folder = downloaded(fine_tune)
     require_unquantized(folder)
     source: TensorSource = open_checkpoint(folder)
     prior = _base_of(source, base, revision)
@@ -233,7 +242,7 @@ def extract_lora(
             fitting, report = rows[1], replace(report, added_tokens=max(rows[0] - rows[1], 0))
         else:
             report = replace(report, resize=rows[0])
-    report = _write(parts, factors, state, prior.name, target, report, fitting)
+    report = _write(parts, factors, state, prior.name, target, report, fitting, overwrite)
     return report if tokens is None else replace(report, losses=_losses(folder, prior, target, tokens))
 
 
@@ -266,6 +275,7 @@ def _write(
     out: Path,
     report: LoraReport,
     tokens: int | None,
+    overwrite: bool,
 ) -> LoraReport:
     """Writes the adapter's folder, all of it or nothing. Returns the report with the layers and the size.
 
@@ -281,8 +291,10 @@ def _write(
         B, A = (right.T, left.T) if parts.layers[layer].transposed else (left, right)
         state |= {f"{layer}.lora_A.weight": A.contiguous(), f"{layer}.lora_B.weight": B.contiguous()}
     config = parts.config({layer.layer: layer.rank for layer in report.layers}, base)
-    with staged_folder(out) as stage:
-        save_file({f"{PREFIX}{name}": tensor for name, tensor in state.items()}, stage / ADAPTER, metadata={"format": "pt"})
+    with staged_folder(out, overwrite=overwrite or partial(_is_result, out)) as stage:
+        tensors = {f"{PREFIX}{name}": RawTensor.from_torch(tensor) for name, tensor in state.items()}
+        entries = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+        write_files([ComputedFile(ADAPTER, entries, tensors.__getitem__, {"format": "pt"} | WRITER)], stage, "Writing")
         config.save_pretrained(stage)
         require_loadable(parts.model, stage, tokens)
         report = replace(report, size=(stage / ADAPTER).stat().st_size)
@@ -293,6 +305,11 @@ def _write(
         figures = {"description": description, "base_class": type(parts.model).__name__, "resize": report.resize}
         write_card(stage, "lora", [base], "adapter", target=out, tags=["lora"], library="peft", **figures)
     return report
+
+
+def _is_result(out: Path) -> bool:
+    """Checks whether a folder holds a LoRA that was extracted earlier."""
+    return (out / ADAPTER).is_file() and WRITER.items() <= SafetensorsFile(out / ADAPTER).metadata.items()
 
 
 def read_texts(path: str | os.PathLike) -> list[str]:

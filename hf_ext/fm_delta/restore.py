@@ -8,14 +8,18 @@ from pathlib import Path
 
 from hf_ext.fm_delta.folder import ModelFolder, card_record
 from hf_ext.integration.cards import CARD
+from hf_ext.storage.checkpoint import holds_weights
 from hf_ext.storage.files import require_another_folder, staged_folder
 from hf_ext.storage.hub import local_copy
+from hf_ext.storage.open import open_files
 from hf_ext.storage.plain_writer import write_files
 from hf_ext.storage.prefetch import Prefetcher, progress
 from hf_ext.storage.safetensors_file import TensorFile
 
 
-def decompress_checkpoint(src: str | os.PathLike, out: str | os.PathLike, base: str | os.PathLike | None = None) -> None:
+def decompress_checkpoint(
+    src: str | os.PathLike, out: str | os.PathLike, base: str | os.PathLike | None = None, overwrite: bool = False
+) -> None:
     """Restores the original folder of a compressed one: safetensors and all other files, byte for byte.
 
     Leaves out the model card that the compression added.
@@ -24,15 +28,21 @@ def decompress_checkpoint(src: str | os.PathLike, out: str | os.PathLike, base: 
         src: compressed folder, or its id on the Hub.
         out: folder to write. On failure it is unchanged.
         base: folder or Hub id of the base, if it has moved. Defaults to the base in config.json.
+        overwrite: replace files of a folder that holds something else than these weights.
 
     Raises:
+        CheckpointError: `out` holds something else.
         CorruptFileError: a file is damaged or from a newer version.
         BaseModelError: the base is missing or is another model.
     """
     path, out = local_copy(src), Path(out)
     folder = ModelFolder.open_compressed(path, base)
     require_another_folder(out, [path, *folder.base.paths])
-    with staged_folder(out) as stage:
+
+    def is_restored() -> bool:
+        return any(holds_weights(out, file.fingerprint) for file in open_files(path))
+
+    with staged_folder(out, overwrite=overwrite or is_restored) as stage:
         if path.is_dir():
             folder.restore_others(_others(folder, out), stage)
         write_files(folder.files, stage, "Decompressing")

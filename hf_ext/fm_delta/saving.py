@@ -20,6 +20,7 @@ from hf_ext.integration import versions
 from hf_ext.integration.cards import CARD, has_card
 from hf_ext.integration.in_place import require_plain
 from hf_ext.integration.save_hooks import PushToHub, Saving
+from hf_ext.storage.config_file import is_merge
 from hf_ext.storage.delta.codec import decode_raw
 from hf_ext.storage.delta.payload import is_payload, read_header
 from hf_ext.storage.delta.source import base_tensor
@@ -108,6 +109,8 @@ class CompressedSaving(Saving):
     def save(self, folder: Path, **kwargs: Any) -> list[str]:
         if kwargs.get("distributed_checkpoint"):
             raise CheckpointError("A distributed checkpoint cannot be compressed; call hf_ext.fm_delta.disable(model) first.")
+        if is_merge(folder):
+            raise CheckpointError(f"{folder} holds a merge, whose tasks the save would replace. Save to another folder.")
         base = open_checkpoint(self.base, self.revision)
         require_another_folder(folder, base.paths)
         with staged_folder(folder) as stage:

@@ -23,7 +23,7 @@ from hf_ext.errors import CheckpointError
 from hf_ext.integration import compat
 from hf_ext.integration.config_change import plain
 from hf_ext.storage.checkpoint import Checkpoint
-from hf_ext.storage.config_file import EMR, forget_encoding, storage_settings
+from hf_ext.storage.config_file import forget_encoding, is_merge
 from hf_ext.storage.delta.file import KEY
 from hf_ext.storage.hub import downloaded
 from hf_ext.storage.layout import ADAPTER
@@ -172,9 +172,7 @@ def _changed_by(layer: BaseTunerLayer) -> list[str]:
 
 def _is_merge(name: str) -> bool:
     """Checks whether a name stands for a merge or one of its tasks: the folder's config.json says so, or the name's end."""
-    if os.path.isdir(name):
-        return storage_settings(Path(name)).get("quant_method") == EMR
-    return OF_TASK in name
+    return is_merge(name) if os.path.isdir(name) else OF_TASK in name
 
 
 def _settings_of(folder: Path) -> PeftConfig:

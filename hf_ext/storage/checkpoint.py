@@ -16,6 +16,14 @@ from hf_ext.storage.safetensors_file import Entry, RawTensor, SafetensorsFile
 from hf_ext.storage.source import TensorSource
 
 
+def holds_weights(folder: str | os.PathLike, fingerprint: str) -> bool:
+    """Checks whether a folder holds the plain weights with this fingerprint."""
+    try:
+        return Checkpoint(folder, adapter=True).fingerprint == fingerprint
+    except BaseModelError:
+        return False
+
+
 class Checkpoint(TensorSource):
     """The tensors of a model's safetensors files, as they are stored.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 from hf_ext.errors import CheckpointError, CorruptFileError
@@ -43,6 +44,11 @@ def storage_settings(folder: Path) -> dict:
     none."""
     settings = read_config(folder / CONFIG).get("quantization_config")
     return settings if isinstance(settings, dict) else {}
+
+
+def is_merge(folder: str | os.PathLike) -> bool:
+    """Checks whether a folder holds a merge, according to its config.json."""
+    return storage_settings(Path(folder)).get("quant_method") == EMR
 
 
 def require_unquantized(folder: Path) -> None:

@@ -21,6 +21,7 @@ from filelock import FileLock, Timeout
 
 from hf_ext.errors import CheckpointError
 from hf_ext.storage.config_file import CONFIG
+from hf_ext.storage.guards import require_new, require_place
 from hf_ext.storage.layout import ADAPTER_CONFIG, MOVING, OURS, replaced_weights
 
 LOCK = f"{OURS}lock"
@@ -30,18 +31,24 @@ LOADED_BY = (Path(CONFIG), Path(ADAPTER_CONFIG))  # nothing loads without them
 
 
 @contextlib.contextmanager
-def staged_folder(target: str | os.PathLike, stale: Iterable[Path] = ()) -> Iterator[Path]:
+def staged_folder(
+    target: str | os.PathLike, stale: Iterable[Path] = (), overwrite: bool | Callable[[], bool] = True
+) -> Iterator[Path]:
     """Yields a folder to write a checkpoint into; if the block succeeds, its files go to `target`.
 
     Other files of `target` stay, except weights that the new checkpoint replaces by others (shards of another count), and the
     files of `stale`, relative to `target`, to which the block may add. If the block fails, `target` does not change.
 
+    Args:
+        overwrite: replace files of `target` (see `require_place`).
+
     Raises:
-        CheckpointError: `target` cannot be written, or another process is writing there.
+        CheckpointError: `target` holds a model or other files, or cannot be written, or another process is writing there.
     """
     target = Path(os.path.realpath(target))
     with locked(target):
         _complete_move(target)
+        replaces = require_place(target, overwrite)
         beside, inside = target.with_name(f".{_key(target)}{STAGE}"), target / STAGE
         for left in (beside, inside):  # by a kill: no other process uses them, because we hold the lock
             _delete(left)
@@ -50,7 +57,7 @@ def staged_folder(target: str | os.PathLike, stale: Iterable[Path] = ()) -> Iter
         try:
             stage.mkdir(parents=True)
             yield stage
-            _publish(stage, target, set(stale))
+            _publish(stage, target, set(stale), replaces)
         finally:
             shutil.rmtree(stage, ignore_errors=True)
             if created:
@@ -91,10 +98,11 @@ def locked(folder: str | os.PathLike) -> Iterator[None]:
         _remove_empty(missing)
 
 
-def require_another_folder(out: Path, needed: Iterable[Path]) -> None:
-    """Raises CheckpointError if `out` is one of these folders, or holds one of these files."""
-    for path in needed if os.path.exists(out) else ():
-        if (folder := path if path.is_dir() else path.parent).exists() and out.samefile(folder):
+def require_another_folder(out: Path, needed: Iterable[str | os.PathLike | None]) -> None:
+    """Raises CheckpointError if `out` is one of these folders, or holds one of these files. Ignores all else, such as Hub
+    ids."""
+    for path in (Path(name) for name in needed if name and os.path.exists(name) and os.path.exists(out)):
+        if out.samefile(folder := path if path.is_dir() else path.parent):
             raise CheckpointError(f"{folder} cannot be overwritten, it is still needed; give another folder.")
 
 
@@ -117,10 +125,12 @@ def _may_be_exchanged(target: Path) -> bool:
     return os.access(target.parent, os.W_OK) and not target.is_mount() and not is_working_directory
 
 
-def _publish(stage: Path, target: Path, stale: set[Path]) -> None:
-    """Makes the files of a stage those of `target`."""
+def _publish(stage: Path, target: Path, stale: set[Path], replaces: bool) -> None:
+    """Makes the files of a stage those of `target`. Unless `replaces` is true, they must replace no other files."""
     files = {path for path, entry in scan(stage).items() if not stat.S_ISDIR(entry.st_mode)}
     _require_places(files, target)
+    if not replaces:
+        require_new(files, stage, target)
     if not os.path.lexists(target):
         try:
             return os.rename(stage, target)

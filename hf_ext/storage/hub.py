@@ -173,6 +173,12 @@ def repository_of(snapshot: Path) -> str:
     return snapshot.parents[1].name.removeprefix("models--").replace("--", "/")
 
 
+def origin_of(name: str | os.PathLike) -> str | None:
+    """Returns the Hub id of a model, or that of the repository a folder was downloaded from; None for other folders."""
+    snapshot = snapshot_of(Path(name).absolute()) if name and os.path.isdir(name) else None
+    return repository_of(snapshot) if snapshot else hub_id(name)
+
+
 def first_line(error: Exception) -> str:
     """Returns an error's first line; huggingface_hub writes several."""
     return str(error).strip().split("\n")[0]

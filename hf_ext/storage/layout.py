@@ -16,6 +16,7 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 OURS = ".hf_ext-"  # in the names of temporary files and folders of this package
 MOVING = f"{OURS}moving"  # a folder whose files are moving into the one that it lies in
+MODEL = re.compile(r"(adapter_)?config\.json|.+\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|onnx)")  # files of any model
 WEIGHTS = re.compile(r"model(\.[\w-]+)?(-\d{5}-of-\d{5})?\.safetensors")
 
 

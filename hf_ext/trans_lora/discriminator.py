@@ -12,6 +12,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from hf_ext.trans_lora.encoding import Encoder, require_texts
 from hf_ext.trans_lora.generation import Generator
 from hf_ext.trans_lora.models import adapters_kept, bare, base_sample, load_model, load_tokenizer, loading, on_device, only
 from hf_ext.trans_lora.scoring import AnswerTrainer, log_odds
-from hf_ext.trans_lora.stages import begin_training
+from hf_ext.trans_lora.stages import begin_training, is_run
 from hf_ext.trans_lora.synthesis import Prompts, write_inputs
 
 YES, NO = "Yes", "No"
@@ -99,22 +100,26 @@ class Discriminator:
                 "inputs (hundreds), for more epochs or at a higher learning_rate; or transfer with --filter none."
             )
 
-    def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> None:
+    def save_pretrained(
+        self, save_directory: str | os.PathLike, push_to_hub: bool = False, overwrite: bool = False, **kwargs: Any
+    ) -> None:
         """Writes the adapter, as PEFT does, with the discriminator's task, question and base model.
 
         Args:
+            overwrite: replace files of a folder that holds something else than a discriminator.
             kwargs: arguments of `push_to_hub`, such as repo_id, to push the adapter too.
         """
+        folder = Path(save_directory)
         record = {"task": self.task, "prompt": self.prompt, "base_sample": base_sample(self.model), "metrics": self.metrics}
-        with staged_folder(save_directory) as stage:
+        with staged_folder(folder, overwrite=overwrite or partial(is_run, folder, FILE)) as stage:
             self.model.save_pretrained(stage, selected_adapters=[NAME])
             for path in (stage / NAME).iterdir():  # PEFT puts adapters that are not called "default" into folders
                 shutil.move(path, stage / path.name)
             (stage / NAME).rmdir()
-            drop_card_for(Path(save_directory), stage)
+            drop_card_for(folder, stage)
             (stage / FILE).write_text(json.dumps(record, indent=1), encoding="utf-8")
         if push_to_hub:
-            self.push_to_hub(kwargs.pop("repo_id", Path(save_directory).name), **kwargs)
+            self.push_to_hub(kwargs.pop("repo_id", folder.name), **kwargs)
 
     def push_to_hub(
         self,

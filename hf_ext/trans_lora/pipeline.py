@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ from peft import PeftConfig
 
 from hf_ext.errors import HfExtError
 from hf_ext.storage.files import require_another_folder
+from hf_ext.storage.guards import require_place
 from hf_ext.trans_lora.config import TransLoraConfig
 from hf_ext.trans_lora.discriminator import Discriminator
 from hf_ext.trans_lora.models import load_adapted, load_model
+from hf_ext.trans_lora.stages import is_run
 from hf_ext.trans_lora.trainer import TransLoraTrainer
 
 
@@ -28,6 +31,7 @@ def transfer(
     *,
     discriminator: str | None = None,
     discriminator_model: str | None = None,
+    overwrite: bool = False,
     **options: Any,
 ) -> TransLoraTrainer:
     """Loads the models, runs the transfer and saves the new adapter to args.output_dir.
@@ -39,15 +43,17 @@ def transfer(
         peft_config: configuration of the new adapter, of any type.
         discriminator: folder or Hub id; None for a filter without one.
         discriminator_model: base of the discriminator. Defaults to `source_model`; another one is used in a chain of transfers.
+        overwrite: replace files of a folder that holds something else than a run.
         options: further arguments of `TransLoraTrainer`, such as synthesizer.
 
     Raises:
         HfExtError: the models, the adapter and the discriminator do not fit together, or the discriminator is no better than
             chance.
-        CheckpointError: args.output_dir is the folder of one of these models or adapters.
+        CheckpointError: args.output_dir holds something else, or is the folder of one of these models or adapters.
     """
-    read = (source_model, source_adapter, target_model, discriminator, discriminator_model)
-    require_another_folder(Path(args.output_dir), [Path(name) for name in read if name and os.path.isdir(name)])
+    out, read = Path(args.output_dir), (source_model, source_adapter, target_model, discriminator, discriminator_model)
+    require_another_folder(out, read)
+    require_place(out, overwrite or partial(is_run, out))
     teacher, teacher_tokenizer = load_adapted(source_model, source_adapter)
     judge = None
     if discriminator is not None:

@@ -17,7 +17,13 @@ from hf_ext.errors import HfExtError
 from hf_ext.storage.files import write_atomically
 
 RECORD = "transfer.json"
+SEEDS = "seed_answers.jsonl"
 CHECKPOINTS = "checkpoint-*"
+
+
+def is_run(folder: Path, *files: str) -> bool:
+    """Checks whether a folder holds files of a run, or one of `files`."""
+    return any((folder / name).exists() for name in (RECORD, SEEDS, *files))
 
 
 def claim(folder: Path, part: str, settings: dict[str, Any], files: Sequence[str], anew: bool = False) -> None:

@@ -24,9 +24,9 @@ from hf_ext.trans_lora.config import TransLoraConfig
 from hf_ext.trans_lora.encoding import Encoder
 from hf_ext.trans_lora.generation import Completion, Generator, ModelGenerator, Server
 from hf_ext.trans_lora.models import adapter_digest, name_of, on_device
-from hf_ext.trans_lora.stages import append_lines, claim, duration, first_line, in_shares, read_lines, write_lines
+from hf_ext.trans_lora.stages import SEEDS, append_lines, claim, duration, first_line, in_shares, read_lines, write_lines
 
-SEEDS, LABELS = "seed_answers.jsonl", "labels.jsonl"
+LABELS = "labels.jsonl"
 Pairs = list[tuple[str, str]]
 
 

@@ -269,7 +269,7 @@ compress, decompress = fm_delta.compress_checkpoint, fm_delta.decompress_checkpo
 for function, arguments, options in ((compress, (src, base), {"level": 1}), (decompress, (src.parent / "small",), {})):
     for out in (disk / "out", disk / "new"):
         try:
-            function(*arguments, out, **options)
+            function(*arguments, out, **options, overwrite=True)
         except CheckpointError as error:
             assert "No space left on device" in str(error) and str(out) in str(error), error
         else:

@@ -1,0 +1,51 @@
+"""Guards what a folder holds: nothing is overwritten without being asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import filecmp
+import os
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from hf_ext.errors import CheckpointError, HfExtError
+from hf_ext.storage.layout import MODEL, MOVING
+
+
+def require_place(folder: Path, overwrite: bool | Callable[[], bool] = False) -> bool:
+    """Checks whether a folder is a place to write into. Returns true if files there may be overwritten.
+
+    Args:
+        overwrite: true, or a function that recognizes the caller's earlier result in a folder that holds a model.
+
+    Raises:
+        CheckpointError: the folder holds a model, and nothing allows to overwrite it.
+    """
+    if overwrite is True:
+        return True
+    names = sorted(path.name for path in folder.iterdir() if MODEL.fullmatch(path.name)) if folder.is_dir() else []
+    if not names or os.path.lexists(folder / MOVING):  # `staged_folder` completes the move first
+        return False
+    with contextlib.suppress(HfExtError):  # of damaged files
+        if callable(overwrite) and overwrite():
+            return True
+    raise _occupied(folder, names)
+
+
+def require_new(files: Iterable[Path], stage: Path, target: Path) -> None:
+    """Raises CheckpointError if one of these files of `stage` would replace a file of `target` with other contents."""
+
+    def replaces(path: Path) -> bool:
+        equal = (target / path).is_file() and filecmp.cmp(stage / path, target / path, shallow=False)
+        return os.path.lexists(target / path) and not equal
+
+    if replaced := sorted(path.as_posix() for path in files if replaces(path)):
+        raise _occupied(target, replaced)
+
+
+def _occupied(folder: Path, names: Sequence[str]) -> CheckpointError:
+    listed = ", ".join(names[:3]) + ", …" * (len(names) > 3)
+    return CheckpointError(
+        f"{folder} holds something else: {listed}. Give a new folder, or overwrite files of the same names with --force (in "
+        "Python: overwrite=True)."
+    )
