@@ -3,8 +3,8 @@ test's time.
 
 Transformers, PEFT and huggingface_hub read settings from the environment as they are imported. So one process imports them for
 each set of settings (the variables HF_…, HUGGING… and TRANSFORMERS_…), and forks for each run. Where starting, importing or the
-memory of a process is what is tested, `subprocess` runs it. On a machine with an accelerator it runs all: no fork of a process
-that has looked for one can use it.
+memory of a process is what is tested, `subprocess` runs it. All of them see no GPU: no fork of a process that has looked for
+one can use it.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from unittest import mock
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
@@ -36,6 +37,7 @@ _HOSTS = [
     *(f"transformers.models.{name}.modeling_{name}" for name in ("bert", "gpt2", "llama")),
     "peft",
 ]
+_NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 _SETTINGS = ("HF_", "HUGGING", "TRANSFORMERS_")
 _AT_CALLS = ("HF_HOME", "HF_TOKEN")  # the token is read in each call; the folder of the parent's HF_HOME is a link
 
@@ -75,10 +77,7 @@ def python(
     """Runs `python -c CODE …`, `python -m MODULE …` or `python FILE …`, with this process's `sys.path`, and returns what
     `subprocess.run(…, capture_output=True, text=True)` returns. Without `hosts` only PyTorch is imported."""
     command = [os.fspath(argument) if isinstance(argument, os.PathLike) else str(argument) for argument in arguments]
-    env = dict(os.environ if env is None else env)
-    if _has_accelerator():
-        command, env = [sys.executable, *command], env | {"PYTHONPATH": os.pathsep.join(sys.path)}
-        return subprocess.run(command, cwd=cwd, env=env, timeout=timeout, capture_output=True, text=True)
+    env = dict(os.environ if env is None else env) | _NO_GPU
     with TemporaryDirectory() as folder:
         streams = [Path(folder, name) for name in ("stdout", "stderr")]
         code = _Parent.of(env if hosts else {}).run(command, os.fspath(cwd), env, streams, timeout=timeout)
@@ -96,20 +95,22 @@ def loads_without_plugin(*targets: str) -> tuple[list[str], str]:
 
 def on_ranks(function: Callable[..., None], *arguments: object, count: int = 2) -> list[int | None]:
     """Calls `function(rank, *arguments)` in a process for each rank of a distributed job, and returns their exit codes."""
-    context = multiprocessing.get_context("spawn" if _has_accelerator() else "fork")
+    import torch
+
+    context = _CONTEXT if torch.cuda.is_available() else multiprocessing.get_context("fork")
     ranks = [context.Process(target=_on_one_thread, args=(function, rank, *arguments)) for rank in range(count)]
     for rank in ranks:
-        rank.start()
+        _start(rank)
     for rank in ranks:
         rank.join(120)
         rank.kill()
     return [rank.exitcode for rank in ranks]
 
 
-def _has_accelerator() -> bool:
-    import torch
-
-    return torch.accelerator.is_available()
+def _start(process: multiprocessing.process.BaseProcess) -> None:
+    """Starts a process that sees no GPU. The first of `_CONTEXT` starts the server that forks the others."""
+    with mock.patch.dict(os.environ, _NO_GPU):
+        process.start()
 
 
 def _on_one_thread(function: Callable[..., None], *arguments: object) -> None:
@@ -163,7 +164,7 @@ class _Parent:
         if env:
             env = env | {"HF_HOME": str(self._home)}
         self._pipe, theirs = _CONTEXT.Pipe()
-        _CONTEXT.Process(target=_serve, args=(theirs, env)).start()
+        _start(_CONTEXT.Process(target=_serve, args=(theirs, env)))
         theirs.close()
         atexit.register(self._pipe.close)  # so that the process ends before this one waits for it
 

@@ -25,8 +25,8 @@ FP4_IN_FLOATS = {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4", "bnb_4bit_q
 INPUTS = {1: (2, 3, 20), 2: (2, 3, 12, 12), 3: (2, 3, 6, 6, 6)}  # of `Convolutions`
 
 
-def load(folder: Path, quantization: dict | None = None) -> PreTrainedModel:
-    options = {} if quantization is None else {"quantization_config": BitsAndBytesConfig(**quantization)}
+def load(folder: Path, quantization: dict | None = None, **options) -> PreTrainedModel:
+    options |= {} if quantization is None else {"quantization_config": BitsAndBytesConfig(**quantization)}
     return AutoModelForCausalLM.from_pretrained(folder, **options)
 
 

@@ -165,10 +165,10 @@ class Experts(nn.Module):
         order = chosen.flatten().argsort(stable=True)
         experts = chosen.flatten()[order]
         ends = torch.bincount(experts, minlength=len(self.down)).cumsum(0).to(torch.int32)
-        hidden = tokens[order // k]
+        hidden = tokens[order // k].to(self.down.dtype)  # autocast leaves grouped products as they are
         if self.up is not None and self.up_bias is not None:
             hidden = F.gelu(F.grouped_mm(hidden, self.up.transpose(1, 2), offs=ends) + self.up_bias[experts])
-        weights = weights.flatten()[order, None]
+        weights = weights.flatten()[order, None].to(self.down.dtype)
         out = F.grouped_mm(hidden * weights, self.down, offs=ends) + weights * self.down_bias[experts]
         # Restores the order of the tokens without index_add, which is not deterministic on GPUs.
         return out[order.argsort()].unflatten(0, (-1, k)).sum(1)
