@@ -34,7 +34,7 @@ LAST = {
     "llama": ("model.layers.1", "model.norm", "lm_head"),
     "gpt2": ("transformer.h.1", "transformer.ln_f", "lm_head"),
     "t5": ("decoder.block.1", "decoder.final_layer_norm", "lm_head"),
-    "llava": ("model.language_model", "lm_head"),
+    "llava": ("model.multi_modal_projector.linear_2", "model.language_model", "lm_head"),
     "uni_med": ("language_model",),
 }
 PISSA = {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}

@@ -99,7 +99,7 @@ class Experts(nn.Module):
             inputs: (tokens, inputs).
         """
         A, B = self.A[index], self.B[index]
-        reduced = F.linear(self.dropout(inputs.to(A.dtype)), A.flatten(0, 1)).unflatten(1, A.shape[:2])
+        reduced = F.linear(self.dropout(inputs.to(A.device, A.dtype)), A.flatten(0, 1)).unflatten(1, A.shape[:2])
         return torch.einsum("ter,ero->teo", reduced, B) * self.scaling
 
     def mixed_change(self, index: int, inputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -287,12 +287,12 @@ class _Mixing:
         """Returns the hidden units of all experts, (…, experts · hidden units)."""
         tokens = tokens.flatten(0, -2)
         self._weigh(tokens)
-        change = self.experts.change(index, tokens).to(output.dtype)
+        change = self.experts.change(index, tokens).to(output)
         return (output.flatten(0, -2)[:, None] + change).reshape(*output.shape[:-1], -1)
 
     def mix(self, inputs: torch.Tensor, is_hidden: bool) -> torch.Tensor:
         """Returns the last layer's input: the tokens, or the weighted sum of the experts' hidden units."""
-        self.inputs = inputs.flatten(0, -2)
+        self.inputs = inputs.flatten(0, -2).to(self.experts.A_0.device)  # a device map may split the projector
         weights = self._weigh(self.inputs)
         if not is_hidden:
             return inputs
@@ -307,10 +307,11 @@ class _Mixing:
         """Returns the last layer's output with the weighted sum of the experts' changes."""
         assert self.inputs is not None and self.weights is not None  # `mix` comes before
         change = self.experts.mixed_change(index, self.inputs, self.weights)
-        return output + change.view_as(output).to(output.dtype)
+        return output + change.view_as(output).to(output)
 
     def _weigh(self, tokens: torch.Tensor) -> torch.Tensor:
         if self.weights is None:
+            tokens = tokens.to(self.experts.A_0.device)
             tasks = self.tasks.of_tokens(len(tokens), self.experts.config.tasks)
             tasks = tasks.to(tokens.device) if isinstance(tasks, torch.Tensor) else tasks
             self.weights = self.router.weights(tokens, tasks).to(self.experts.A[0].dtype)
