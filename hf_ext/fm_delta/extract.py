@@ -219,6 +219,14 @@ def extract_lora(
     changed, resized = changes.energies(parts.others), changes.resized()
     if modules_to_save:
         parts.carry_others(changed, changes.rows, resized.keys() & parts.layers.keys())
+    added, resize, fitting = 0, None, None  # `fitting`: number of tokens of the base, if the adapter fits only that
+    if rows := resized.get(f"{parts.embedding}.weight"):
+        if f"{parts.embedding}.weight" not in parts.others:
+            resize = rows[0]
+        elif any(int(ids.max()) >= rows[1] for ids in tokens or []):
+            raise HfExtError(f"The texts (--eval) hold tokens that the base {prior} lacks. Give texts without them.")
+        else:
+            added, fitting = max(rows[0] - rows[1], 0), rows[1]
     state = {name: source.read(tensor).to_torch() for name, tensor in parts.whole.items()}
     state |= {f"{module}.{TOKENS}": source.read(tensor).to_torch()[rows] for module, (tensor, rows) in parts.tokens.items()}
     rest = sum(tensor.nbytes + HEADER for tensor in state.values()) + 2 * HEADER * len(parts.layers)
@@ -231,19 +239,14 @@ def extract_lora(
         if needed := min((changes.cost(layer) for layer in changes.energies(parts.layers)), default=0):
             raise HfExtError(f"max_size={max_size} is too small: with one component, the adapter takes {rest + needed} bytes.")
         raise CheckpointError(
-            f"No linear layer of {folder} differs from that of the base {prior}: there is nothing to extract."
+            f"No linear layer of {folder} that PEFT can adapt differs from that of the base {prior}: "
+            "there is nothing to extract."
         )
     omitted = {name: change for name, change in changed.items() if name in parts.others}
     size = sum(source.entry(name).nbytes for name in source.names())
-    report = LoraReport([], 0, size, parts.carried, omitted)
-    fitting = None  # number of the base's tokens
-    if rows := resized.get(f"{parts.embedding}.weight"):
-        if f"{parts.embedding}.weight" in parts.others:
-            fitting, report = rows[1], replace(report, added_tokens=max(rows[0] - rows[1], 0))
-        else:
-            report = replace(report, resize=rows[0])
+    report = LoraReport([], 0, size, parts.carried, omitted, added_tokens=added, resize=resize)
     report = _write(parts, factors, state, prior.name, target, report, fitting, overwrite)
-    return report if tokens is None else replace(report, losses=_losses(folder, prior, target, tokens))
+    return report if tokens is None else replace(report, losses=_losses(folder, prior, target, tokens, resize))
 
 
 def _base_of(source: TensorSource, base: str | os.PathLike | None, revision: str | None) -> TensorSource:
@@ -339,8 +342,14 @@ def _tokens(folder: Path, parts: LoraLayers, texts: Iterable[str]) -> list[torch
     return [tokenizer(text, **options).input_ids for text in texts]
 
 
-def _losses(folder: Path, base: TensorSource, adapter: Path, texts: Sequence[torch.Tensor]) -> dict[str, float]:
-    """Returns the mean loss of a token, in nats, of each model. Loads one model at a time."""
+def _losses(
+    folder: Path, base: TensorSource, adapter: Path, texts: Sequence[torch.Tensor], resize: int | None
+) -> dict[str, float]:
+    """Returns the mean loss of a token, in nats, of each model. Loads one model at a time.
+
+    Args:
+        resize: number of tokens that the base must have, if it is another one.
+    """
 
     @torch.inference_mode()
     def loss(model: PreTrainedModel | PeftModel) -> float:
@@ -354,6 +363,8 @@ def _losses(folder: Path, base: TensorSource, adapter: Path, texts: Sequence[tor
         return total / max(count, 1)
 
     model = AutoModelForCausalLM.from_pretrained(base.name, revision=base.revision or "main", dtype="auto")
+    if resize is not None:
+        model.resize_token_embeddings(resize)
     results = {"base": loss(model)}
     results["base + LoRA"] = loss(PeftModel.from_pretrained(model, adapter))
     del model

@@ -10,7 +10,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from tiny_adapters import difference, loaded, logits, products
-from tiny_models import fine_tuned, llama, perturb
+from tiny_models import fine_tuned, llama, perturb, tokenizer
 from tiny_vision_language_models import build
 from transformers import LlamaForCausalLM
 
@@ -122,7 +122,11 @@ def test_another_number_of_tokens(tmp_path, tied, tokens):
     report = fm_delta.extract_lora(tmp_path / "tuned", tmp_path / "base", tmp_path / "lora", rank=64)
     assert loaded(base, tmp_path / "lora") and "model.embed_tokens.weight" in report.omitted
     assert ("2 added tokens" in report.summary()) == (tokens == 98)
-    report = fm_delta.extract_lora(tmp_path / "tuned", tmp_path / "base", tmp_path / "all", rank=64, modules_to_save=True)
+    tokenizer().save_pretrained(tmp_path / "tuned")
+    assert fm_delta.extract_lora(tmp_path / "tuned", tmp_path / "base", tmp_path / "lora", texts=["w5 w6"]).losses
+    options = {"rank": 64, "modules_to_save": True, "texts": ["w5 w6"]}
+    report = fm_delta.extract_lora(tmp_path / "tuned", tmp_path / "base", tmp_path / "all", **options)
+    assert report.losses["base + LoRA"] == pytest.approx(report.losses["fine-tune"], rel=1e-3)
     call = f"base.resize_token_embeddings({tokens})"
     assert call in report.summary() and call in (tmp_path / "all/README.md").read_text() and not report.omitted
     base.resize_token_embeddings(tokens, mean_resizing=False)
