@@ -292,7 +292,7 @@ class _Mixing:
 
     def mix(self, inputs: torch.Tensor, is_hidden: bool) -> torch.Tensor:
         """Returns the last layer's input: the tokens, or the weighted sum of the experts' hidden units."""
-        self.inputs = inputs.flatten(0, -2).to(self.experts.A_0.device)  # a device map may split the projector
+        self.inputs = inputs.flatten(0, -2).to(self.experts.A[0].device)  # a device map may split the projector
         weights = self._weigh(self.inputs)
         if not is_hidden:
             return inputs
@@ -311,7 +311,7 @@ class _Mixing:
 
     def _weigh(self, tokens: torch.Tensor) -> torch.Tensor:
         if self.weights is None:
-            tokens = tokens.to(self.experts.A_0.device)
+            tokens = tokens.to(self.experts.A[0].device)
             tasks = self.tasks.of_tokens(len(tokens), self.experts.config.tasks)
             tasks = tasks.to(tokens.device) if isinstance(tasks, torch.Tensor) else tasks
             self.weights = self.router.weights(tokens, tasks).to(self.experts.A[0].dtype)
