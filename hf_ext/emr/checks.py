@@ -76,6 +76,25 @@ def require_same_layers(model: TaskModel, base: TensorSource) -> None:
                 )
 
 
+def require_known_names(model: TaskModel, base: TensorSource) -> None:
+    """Raises CheckpointError if a weight in a layer of the task is none of the base's by its name, but is by its place and
+    shape: whole parts of the model would be left out of the merge."""
+
+    def place(name: str, tensors: TensorSource) -> tuple | None:
+        stack, number = layer_of(name) or ("", "")
+        rest = name[len(stack + number) + 1 :]
+        return (number, rest, tuple(tensors.entry(name).shape)) if number and "." in rest else None
+
+    twins = {name: base.twin_of(name) for name in model.tensors.names()}
+    lost = {key: name for name in base.names() if name not in twins.values() and (key := place(name, base))}
+    for name in (name for name, twin in twins.items() if twin is None):
+        if (key := place(name, model.tensors)) and (other := lost.get(key)):
+            raise CheckpointError(
+                f"Tensor '{name}' of {model} seems to be '{other}' of the base {base}, but nothing says so: the names follow "
+                "no rule. Load both with Transformers, save them again, and give the new folders."
+            )
+
+
 def require_fine_tune(model: TaskModel, base: TensorSource, sums: Mapping[str, np.ndarray]) -> None:
     """Raises BaseModelError if the task vector is as long as the base's weights, as it is for an unrelated model.
 

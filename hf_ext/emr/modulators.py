@@ -82,22 +82,22 @@ class TaskRecord:
         elected: digest of the elected weights that the masks belong to.
         modulated: the tensors that are made from elected ones.
         shared: the tensors that are stored unchanged among the elected weights.
-        ties: weights that the task ties and other tasks hold apart: by name, the tensor that they are tied to.
         files: paths of the checkpoint's files besides config.json and the weights, with slashes.
         config: XXH3-64 of the task's config.json.
         report: figures for people, see reports.py.
         checksums: XXH3-64 of the bytes of each entry of the file.
+        ties: weights that the task ties and other tasks hold apart: by name, the tensor that they are tied to.
     """
 
     task: str
     elected: str
     modulated: dict[str, Modulated] = field(default_factory=dict)
     shared: list[str] = field(default_factory=list)
-    ties: dict[str, str] = field(default_factory=dict)
     files: list[str] = field(default_factory=list)
     config: str = ""
     report: dict[str, float] = field(default_factory=dict)
     checksums: dict[str, str] = field(default_factory=dict)
+    ties: dict[str, str] = field(default_factory=dict)
 
 
 class TaskWriter:

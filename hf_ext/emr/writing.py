@@ -15,6 +15,7 @@ from hf_ext.emr.checks import (
     TaskModel,
     labels,
     require_fine_tune,
+    require_known_names,
     require_one_class,
     require_same_layers,
     vocabulary,
@@ -62,6 +63,7 @@ class MergeWriter:
         require_one_class(models)
         for model in models:
             require_same_layers(model, base)
+            require_known_names(model, base)
         self.holders: dict[str, TaskModel] = {}  # tensor -> the first model that has it
         self.voters: dict[str, list[TaskModel]] = {}  # tensor -> the models that take part in its election
         for model in models:

@@ -103,11 +103,6 @@ class AdapterSource(TensorSource):
             name, whole = _plain(path), ".modules_to_save." in path
             parts = path.split(".")
             adapter = any(part != "base_layer" and ".".join(parts[:i]) in layers for i, part in enumerate(parts))
-            if name in tied and name in self._layers:
-                raise CheckpointError(
-                    f"The adapter {self.name} changes '{name}', which is tied to another weight in the base. Files hold one "
-                    "tensor for both. Train it on a base with tie_word_embeddings=false, or without this layer."
-                )
             if adapter and not whole or ".original_module." in path or name in tied and not whole:
                 continue
             names.add(name)

@@ -476,9 +476,6 @@ def refusals(place: Path, base: Path, tasks: dict) -> Iterator[tuple]:
         message = rf"Task 'a': .*does not fit the base '{other}'.*layers\.2\.self_attn\.q_proj\.lora_A"
         yield other, {"a": saved(tuned, place / f"on-{5 - count}")}, message
 
-    tied = with_lora(small_llama(tie_word_embeddings=True), target_modules=["lm_head"], task_type="CAUSAL_LM")
-    message = "changes 'lm_head.weight', which is tied to another weight"
-    yield saved(llama(True), place / "tied"), {"a": saved(tied, place / "on-tied")}, message
     yield base, tasks | {"body": saved(bert().bert, place / "body")}, "architectures.*one class"
     yield base, tasks | {"half": saved(classifier(2, 3).bfloat16(), place / "half")}, "BF16 in task 'half' and F32 in 'trec'"
     broken = classifier(2, 2)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from tiny_checkpoints import edit_config
 from tiny_merges import same_tensors, tensors_of
 from tiny_models import GROUPED, SIZES, bert, llama, perturb, qwen_moe, t5
 from transformers import (
@@ -179,12 +180,21 @@ def test_two_forms_of_one_weight_are_named(tmp_path):
         emr.merge(base, {"a": a, "b": b}, tmp_path / "merged")
 
 
+def test_a_tower_under_names_that_no_rule_explains_is_refused(tmp_path):
+    model = llava()
+    base = write(model, tmp_path / "base", renamed(("language_model", "text")))
+    a = write(perturb(model, 1), tmp_path / "a", renamed(("language_model.model", "body.decoder")))
+    for folder in (base, a):
+        edit_config(folder, architectures=["OwnModel"])
+    with pytest.raises(CheckpointError, match=r"'body\.decoder\.layers\.0\..*seems to be 'text\.model\.layers\.0\."):
+        emr.merge(base, {"a": a}, tmp_path / "merged")
+
+
 def test_names_of_a_class_of_its_own_are_compared_by_their_ends(tmp_path):
     model = bert().bert
     base = write(model, tmp_path / "base")
-    tuned = perturb(model, 1), perturb(model, 2)
-    for one in tuned:
-        one.config.architectures = ["OwnModel"]
-    a, b = write(tuned[0], tmp_path / "a", GAMMA), write(tuned[1], tmp_path / "b")
+    a, b = write(perturb(model, 1), tmp_path / "a", GAMMA), write(perturb(model, 2), tmp_path / "b")
+    for folder in (a, b):
+        edit_config(folder, architectures=["OwnModel"])
     emr.merge(base, {"a": a, "b": b}, tmp_path / "merged")
     states(tmp_path / "merged", BertModel, tmp_path / "out")
