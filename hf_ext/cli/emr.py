@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from hf_ext.cli.command import Force, Json, MovedBase, Out, Result, Revision, Section, argument, mistake, option
+from hf_ext.cli.command import Force, Json, MovedBase, Out, Result, Revision, Section, argument, flag, mistake, option
 from hf_ext.errors import CheckpointError
 
 section = Section(
@@ -24,6 +24,8 @@ Rescale = Annotated[
         "tensor|paper|tensor_mean",
     ),
 ]
+
+Conflicts = Annotated[bool, flag("--accept-conflicts", "Merge tasks that end farther from their own models than the base is.")]
 
 
 @section.command(
@@ -45,6 +47,7 @@ def merge(
     ],
     revision: Revision = None,
     rescale: Rescale = "tensor",
+    accept_conflicts: Conflicts = False,
     force: Force = False,
     as_json: Json = False,
 ) -> Result:
@@ -55,7 +58,7 @@ def merge(
             raise mistake(f"there are two tasks called '{name}'; give each its own name", "--task")
     from hf_ext import emr
 
-    report = emr.merge(base, dict(tasks), out, rescale, revision, overwrite=force)
+    report = emr.merge(base, dict(tasks), out, rescale, revision, overwrite=force, accept_conflicts=accept_conflicts)
     return Result(report.summary(), report.to_dict())
 
 
@@ -69,6 +72,7 @@ def add_task(
     out: Out,
     base: MovedBase = None,
     rescale: Rescale = "tensor",
+    accept_conflicts: Conflicts = False,
     force: Force = False,
     as_json: Json = False,
 ) -> Result:
@@ -80,7 +84,7 @@ def add_task(
         raise mistake(f"{src} has a task '{name}' already; give the new task another name", "--task")
     from hf_ext import emr
 
-    report = emr.add_task(src, name, path, out, rescale, base, overwrite=force)
+    report = emr.add_task(src, name, path, out, rescale, base, overwrite=force, accept_conflicts=accept_conflicts)
     return Result(report.summary(), report.to_dict())
 
 

@@ -47,6 +47,7 @@ def merge(
     revision: str | None = None,
     max_shard_size: int | str = "50GB",
     overwrite: bool = False,
+    accept_conflicts: bool = False,
 ) -> MergeReport:
     """Merges fine-tunes of one base model into one folder that restores each of them approximately (EMR-Merging, arXiv
     2405.17461). `from_pretrained` loads the first task; `model.set_task` switches.
@@ -61,12 +62,15 @@ def merge(
         revision: branch, tag or commit of the base on the Hub; the commit it leads to is recorded.
         max_shard_size: as in `save_pretrained`.
         overwrite: replace files of a folder that holds something else than a merge.
+        accept_conflicts: merge tasks that end farther from their own models than the base is. By default, an error says so
+            before anything is written.
 
     Returns:
         A report of how close each task is to its own model.
 
     Raises:
-        CheckpointError: the tasks cannot be merged with each other, the name of one is invalid, or `out` holds something else.
+        CheckpointError: the tasks cannot be merged with each other or conflict, the name of one is invalid, or `out` holds
+            something else.
         BaseModelError: the base cannot be read, or a task was not fine-tuned from it.
     """
     if not isinstance(tasks, Mapping):
@@ -74,7 +78,7 @@ def merge(
     if not tasks:
         raise CheckpointError("There are no tasks to merge; give at least one.")
     require_another_folder(Path(out), [base])
-    return _write(lambda: open_plain(base, revision), tasks, Path(out), rescale, max_shard_size, overwrite)
+    return _write(lambda: open_plain(base, revision), tasks, Path(out), rescale, max_shard_size, overwrite, accept_conflicts)
 
 
 def add_task(
@@ -86,6 +90,7 @@ def add_task(
     base: str | os.PathLike | None = None,
     max_shard_size: int | str = "50GB",
     overwrite: bool = False,
+    accept_conflicts: bool = False,
 ) -> MergeReport:
     """Adds a task to a merge.
 
@@ -101,7 +106,7 @@ def add_task(
         rescale: as in `merge`, for the new task.
         base: folder or Hub id of the base, if it is no longer where config.json says.
         max_shard_size: as in `save_pretrained`.
-        overwrite: as in `merge`.
+        overwrite, accept_conflicts: as in `merge`.
 
     Raises:
         CheckpointError: the merge has a task of that name, its election does not suit the new task, or `out` holds something
@@ -110,7 +115,7 @@ def add_task(
     merged = MergeFolder(_folder_of(src), base)
     if name in merged.tasks:
         raise CheckpointError(f"{src} has a task '{name}' already; give the new task another name.")
-    return _write(lambda: merged.base, {name: task}, Path(out), rescale, max_shard_size, overwrite, merged)
+    return _write(lambda: merged.base, {name: task}, Path(out), rescale, max_shard_size, overwrite, accept_conflicts, merged)
 
 
 def extract(
@@ -195,6 +200,7 @@ def _write(
     rescale: str,
     max_shard_size: int | str,
     overwrite: bool,
+    accept_conflicts: bool,
     merged: MergeFolder | None = None,
 ) -> MergeReport:
     """Writes the folder of a merge of these tasks, after those of `merged` if it is given."""
@@ -212,7 +218,7 @@ def _write(
             require_another_folder(written, needed)
         require_one_structure(models)
         models = with_one_name_each(models, base)
-        MergeWriter(base, _config_of(base), models, stage, merged).write(rescale, max_shard_size)
+        MergeWriter(base, _config_of(base), models, stage, merged, accept_conflicts).write(rescale, max_shard_size)
         finished = report(stage)
         _write_card(stage, finished, base, folders, out)
     for task in finished.tasks:

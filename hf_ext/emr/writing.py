@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +36,7 @@ from hf_ext.storage.safetensors_file import RawTensor, float_name
 from hf_ext.storage.source import TensorSource
 
 CHUNK = 1 << 20  # values of each task worked on at a time
+RUNS, RUN = 24, 1 << 16  # of a sample: number of runs, and values in each
 SUM_NAMES = election.SUMS.names or ()
 RESCALE = ("tensor", "paper", "tensor_mean")
 
@@ -49,6 +50,7 @@ class MergeWriter:
         models: the models of all tasks.
         out: folder to write.
         standing: a merge to add tasks to. Its elected weights and its tasks' files stay as they are.
+        accept_conflicts: merge tasks that end farther from their own models than the base is.
 
     Raises:
         CheckpointError: the checkpoints cannot be merged.
@@ -56,9 +58,16 @@ class MergeWriter:
     """
 
     def __init__(
-        self, base: TensorSource, base_config: dict, models: Sequence[TaskModel], out: Path, standing: MergeFolder | None = None
+        self,
+        base: TensorSource,
+        base_config: dict,
+        models: Sequence[TaskModel],
+        out: Path,
+        standing: MergeFolder | None = None,
+        accept_conflicts: bool = False,
     ):
         self.base, self.models, self.out, self.standing = base, models, out, standing
+        self.accept_conflicts = accept_conflicts
         self._words = vocabulary(base_config)
         require_one_class(models)
         for model in models:
@@ -92,6 +101,8 @@ class MergeWriter:
         try:
             if rescale not in RESCALE:
                 raise CheckpointError(f"rescale={rescale!r} is not supported; choose one of: {', '.join(RESCALE)}.")
+            if not self.accept_conflicts:
+                self._require_agreement(rescale)
             tensors = {name: self._stored(name) for name in self.holders}
             files = shards_of(tensors, self._tensor, self.out, max_shard_size, {PARTS_OF: EMR})
             recorded, [digest] = write_delta([files], self.base, self.out)
@@ -188,11 +199,7 @@ class MergeWriter:
             digest.update(prior)
             chunk = elected[begin * width : end * width]
             own = [tensor.data[begin * width : end * width] for tensor in tensors]
-            parts = [_padded(part.copy() if np.may_share_memory(part, chunk) else part, prior, dtype) for part in own]
-            if self.standing is None:
-                chunk_masks, added = election.elect(dtype, prior, parts, chunk, threads)
-            else:
-                chunk_masks, added = election.adopt(dtype, prior, chunk, *parts)
+            chunk_masks, added = self._elect(dtype, prior, own, chunk, threads)
             masks[:, begin // 8 : election.mask_bytes(end)] = chunk_masks
             for field in SUM_NAMES:
                 sums[field] += added[field]
@@ -209,6 +216,69 @@ class MergeWriter:
             self.writers[model].add_mask(name, mask)
             self.sums[model][name] = np.asarray(total)
         return RawTensor(dtype, shape, elected)
+
+    def _elect(
+        self, dtype: str, prior: np.ndarray, tasks: Sequence[np.ndarray], elected: np.ndarray, threads: int = 1
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Elects weights, or adopts those of one more task. Returns masks and sums, as `election.elect` does."""
+        parts = [_padded(part.copy() if np.may_share_memory(part, elected) else part, prior, dtype) for part in tasks]
+        if self.standing is None:
+            return election.elect(dtype, prior, parts, elected, threads)
+        return election.adopt(dtype, prior, elected, *parts)
+
+    def _require_agreement(self, rescale: str) -> None:
+        """Raises CheckpointError if a sample shows that a task would end farther from its own model than the base is.
+
+        The sample consists of runs of values, spread evenly over all parameters. Only a clear result counts: the task moved
+        most runs, and the mean is three standard errors or more. `_record` decides for the whole model.
+        """
+        sizes = {name: math.prod(self._stored(name)[1]) for name, voters in self.voters.items() if {*voters} & {*self.writers}}
+        ends, names = np.cumsum(list(sizes.values())), list(sizes)
+        places = np.linspace(0, int(ends[-1]), RUNS, endpoint=False).astype(np.int64)
+        sums: dict[TaskModel, list[dict[str, float]]] = {model: [] for model in self.writers}
+        for index in sorted({*np.searchsorted(ends, places, side="right").tolist()}):
+            name, first = names[index], int(ends[index]) - sizes[names[index]]
+            begins = [min(int(place) - first, max(sizes[name] - RUN, 0)) for place in places if first <= place < ends[index]]
+            for model, total in self._sample(name, begins):
+                sums[model].append(total)
+        for model, totals in sums.items():
+            whole = {field: math.fsum(total[field] for total in totals) for field in SUM_NAMES}
+            scales = [election.rescaler(total if rescale == "tensor" else whole) for total in totals]
+            pairs = list(zip(scales, totals))
+            excess = [scale**2 * total["unified_squares"] - 2 * scale * total["product"] for scale, total in pairs]
+            moved = sum(total["moved"] > 0 for total in totals)
+            if 2 * moved > RUNS and np.mean(excess) >= 3 * np.std(excess) / math.sqrt(len(excess)):
+                kept = math.fsum(scale**2 * total["unified_squares"] for scale, total in pairs)
+                product = math.fsum(scale * total["product"] for scale, total in pairs)
+                raise self._conflict(model, product / math.sqrt(kept * whole["task_squares"]) if kept else 0.0)
+
+    def _sample(self, name: str, begins: Sequence[int]) -> Iterator[tuple[TaskModel, dict[str, float]]]:
+        """Yields the mean of each new task's sums over runs of a tensor's values, one for each of `begins`."""
+        dtype, shape = self._stored(name)
+        twin, width = self._twin(name), WIDTHS[dtype]
+        base, voters = self.base.read(twin), [model for model in self.voters[name] if model in self.writers]
+        tensors = [model.tensors.read(name).data for model in voters]
+        standing = self.standing and name in self.standing.elected and self.standing.elected.read(name).data
+        for begin in begins:
+            end = min(begin + RUN, math.prod(shape))
+            prior = cast(base.data[begin * WIDTHS[base.dtype] : end * WIDTHS[base.dtype]], base.dtype, dtype)
+            elected = standing[begin * width : end * width].copy() if isinstance(standing, np.ndarray) else prior.copy()
+            _, sums = self._elect(dtype, prior, [data[begin * width : end * width] for data in tensors], elected)
+            for model, total in zip(voters, sums):
+                yield model, {field: float(total[field]) / (end - begin) for field in SUM_NAMES}
+
+    def _conflict(self, model: TaskModel, cosine: float) -> CheckpointError:
+        """Returns the error for a task that would end farther from its own model than the base is."""
+        if self.standing is None:
+            reason = f"Task '{model.task}' conflicts with the other tasks"
+            advice = "Merge it with fewer or more similar tasks"
+        else:
+            reason = f"The election of {', '.join(self.standing.tasks)} does not suit task '{model.task}'"
+            advice = "Merge all original checkpoints again"
+        return CheckpointError(
+            f"{reason}: its weights would be farther from its own model than the base's (cosine {cosine:.3f}). {advice}, or "
+            "merge anyway with --accept-conflicts (in Python: accept_conflicts=True)."
+        )
 
     def _stored(self, name: str) -> tuple[str, tuple[int, ...]]:
         """Returns dtype and shape of a stored tensor: the base's shape if it is elected, else that of its first holder."""
@@ -236,12 +306,8 @@ class MergeWriter:
             else:
                 self.writers[model].add(OWN + name, model.tensors.read(name))
         record.report = figures_of(record, sums, values)
-        if self.standing is not None and record.report["relative"] >= 1:
-            raise CheckpointError(
-                f"The election of {', '.join(self.standing.tasks)} does not suit task '{model.task}': its weights would be "
-                f"farther from its own model than the base's (cosine {record.report['cosine']:.3f}). Merge all "
-                "original checkpoints again."
-            )
+        if record.report["relative"] >= 1 and not self.accept_conflicts:
+            raise self._conflict(model, record.report["cosine"])
         return record
 
     def _resized(self, model: TaskModel, name: str) -> int | None:

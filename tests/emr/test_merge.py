@@ -315,7 +315,7 @@ def test_an_adapter_is_merged_as_the_weights_it_makes(tmp_path, kind, given):
     for name, tensor in written.items():
         assert torch.allclose(tensor, expected[name], atol=1e-6), name
     assert json.loads((tmp_path / "alone/config.json").read_text())["architectures"] == [type(model).__name__]
-    report = emr.merge(base, {"full": full, "other": task}, tmp_path / "merged")
+    report = emr.merge(base, {"full": full, "other": task}, tmp_path / "merged", accept_conflicts=True)
     assert [task.task for task in report.tasks] == ["full", "other"]
 
 
@@ -591,13 +591,23 @@ def test_a_task_is_not_written_over(tmp_path, folders):
     assert contents(tmp_path / "task-cr") == before
 
 
-def test_a_task_that_the_others_leave_too_little_is_named(tmp_path, caplog):
+def test_a_task_that_the_others_leave_too_little_stops_the_merge_unless_told(tmp_path, caplog, monkeypatch):
     base = weights()
     write_folder(tmp_path / "base", base)
+    change = {name: 0.001 * torch.randn_like(tensor) for name, tensor in base.items()}
     for task, factor in {"up": 1.0, "down": -0.9}.items():
-        write_folder(tmp_path / task, {name: tensor * (1 + 0.01 * factor) for name, tensor in base.items()})
+        write_folder(tmp_path / task, {name: tensor + factor * change[name] for name, tensor in base.items()})
     logging.get_logger().addHandler(caplog.handler)
-    report = emr.merge(tmp_path / "base", {"up": tmp_path / "up", "down": tmp_path / "down"}, tmp_path / "merged")
+    tasks = {"up": tmp_path / "up", "down": tmp_path / "down"}
+    with monkeypatch.context() as patch:
+        patch.setattr(writing, "write_delta", None)  # a sample is enough
+        with pytest.raises(CheckpointError, match="Task 'down' conflicts .*--accept-conflicts"):
+            emr.merge(tmp_path / "base", tasks, tmp_path / "merged")
+    monkeypatch.setattr(writing.MergeWriter, "_require_agreement", lambda *_: None)  # as if no sample showed it
+    with pytest.raises(CheckpointError, match="Task 'down' conflicts"):
+        emr.merge(tmp_path / "base", tasks, tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+    report = emr.merge(tmp_path / "base", tasks, tmp_path / "merged", accept_conflicts=True)
     named = [f"'{task}' are farther from its own model than the base's" in caplog.text for task in ("up", "down")]
     assert [task.relative >= 1 for task in report.tasks] == named and named[1]
 
@@ -635,16 +645,18 @@ def test_a_task_that_moved_other_weights_is_added_exactly(tmp_path):
     same_tensors(tensors_of(tmp_path / "again"), tensors_of(tmp_path / "b"))
 
 
-def test_a_task_that_the_election_does_not_suit_is_refused(tmp_path):
+def test_a_task_that_the_election_does_not_suit_is_refused(tmp_path, monkeypatch):
     base = weights()
     write_folder(tmp_path / "base", base)
-    tuned = fine_tune(base, 1)
+    tuned = {name: tensor + 0.001 * torch.randn_like(tensor) for name, tensor in base.items()}
     write_folder(tmp_path / "a", tuned)
     write_folder(tmp_path / "b", {name: base[name] - 3 * (tuned[name] - base[name]) for name in base})
     emr.merge(tmp_path / "base", {"a": tmp_path / "a"}, tmp_path / "merged")
-    with pytest.raises(CheckpointError, match="does not suit task 'b'.* Merge all original checkpoints again"):
+    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="does not suit task 'b'.* Merge all original"):
+        patch.setattr(writing, "write_delta", None)  # a sample is enough
         emr.add_task(tmp_path / "merged", "b", tmp_path / "b", tmp_path / "more")
     assert not (tmp_path / "more").exists()
+    emr.add_task(tmp_path / "merged", "b", tmp_path / "b", tmp_path / "more", accept_conflicts=True)
 
 
 def test_a_name_that_is_taken_and_a_folder_that_is_no_merge(tmp_path, folders):
