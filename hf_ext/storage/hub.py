@@ -9,16 +9,18 @@ from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from huggingface_hub import HfApi, hf_hub_download, snapshot_download, try_to_load_from_cache
-from huggingface_hub.constants import HF_HUB_OFFLINE
+from huggingface_hub.constants import HF_HUB_CACHE, HF_HUB_OFFLINE
 from huggingface_hub.errors import (
     EntryNotFoundError,
     HfHubHTTPError,
     HFValidationError,
     HTTPError,
+    LocalEntryNotFoundError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
     SafetensorsParsingError,
 )
+from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils import SafetensorsFileMetadata, validate_repo_id
 
 from hf_ext.errors import BaseModelError, CheckpointError, HfExtError
@@ -42,7 +44,16 @@ class Hub(NamedTuple):
 
     def download(self, name: str, file: str, revision: str | None) -> Path:
         """Returns a file of a repository, from the cache if it is there. Raises the errors of `huggingface_hub`."""
+        self.probe(name, revision)
         return Path(hf_hub_download(name, file, revision=revision, **self._asdict()))
+
+    def probe(self, name: str, revision: str | None = None) -> None:
+        """Asks the Hub once about a repository that is not in the cache. Without a connection, a download would try for a
+        minute. Raises the errors of `huggingface_hub`."""
+        validate_repo_id(name)
+        folder = Path(self.cache_dir or HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type="model"))
+        if not (self.local_files_only or HF_HUB_OFFLINE or folder.exists()):
+            HfApi(token=self.token).model_info(name, revision=revision)
 
     def weights(self, name: str, revision: str | None, check: Check | None = None) -> list[Path]:
         """Returns the safetensors weights of a repository, one file or shards, from the cache if they are there.
@@ -99,12 +110,14 @@ def reaching(name: str, revision: str | None) -> Iterator[None]:
         advice = " If it is private, sign in with `hf auth login` or set HF_TOKEN." if private else ""
         raise BaseModelError(
             f"'{name}' is neither a folder nor a Hub repository with safetensors weights that can be reached "
-            f"(revision {revision or 'main'}): {first_line(error)}{advice}"
+            f"(revision {revision or 'main'}): {reason_of(error)}{advice}"
         ) from error
     except HfExtError:
         raise
     except (HTTPError, OfflineModeIsEnabled, OSError, ValueError) as error:  # ValueError: the server sent invalid headers
-        raise BaseModelError(f"'{name}' could not be downloaded: {first_line(error)}") from error
+        raise BaseModelError(
+            f"'{name}' could not be downloaded, and there is no folder of this name: {reason_of(error)}"
+        ) from error
 
 
 def is_local(name: str | os.PathLike) -> bool:
@@ -133,7 +146,7 @@ def downloaded(name: str | os.PathLike, what: str = "", allow_patterns: list[str
         return Path(snapshot_download(name, allow_patterns=allow_patterns, ignore_patterns=others))
     except (OSError, ValueError, HTTPError) as error:
         raise CheckpointError(
-            f"{what}'{name}' is neither a folder nor a Hub repository that can be reached: {first_line(error)}"
+            f"{what}'{name}' is neither a folder nor a Hub repository that can be reached: {reason_of(error)}"
         ) from error
 
 
@@ -177,6 +190,13 @@ def origin_of(name: str | os.PathLike) -> str | None:
     """Returns the Hub id of a model, or that of the repository a folder was downloaded from; None for other folders."""
     snapshot = snapshot_of(Path(name).absolute()) if name and os.path.isdir(name) else None
     return repository_of(snapshot) if snapshot else hub_id(name)
+
+
+def reason_of(error: Exception) -> str:
+    """Returns why a repository could not be downloaded."""
+    if HF_HUB_OFFLINE and isinstance(error, LocalEntryNotFoundError | OfflineModeIsEnabled):
+        return "as a Hub id, it is not in the cache, and HF_HUB_OFFLINE is set."
+    return first_line(error)
 
 
 def first_line(error: Exception) -> str:

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from processes import python
 from safetensors.torch import save_file
 from tiny_checkpoints import SAFETENSORS_DTYPES, weights, write_folder, write_safetensors
 
@@ -185,3 +186,22 @@ def test_a_folder_with_several_models_is_refused(tmp_path):
     shutil.copy(folder / "model.ema.safetensors", folder / "model.non_ema.safetensors")
     with pytest.raises(BaseModelError, match=r"holds several models: model\.ema, model\.non_ema"):
         Checkpoint(folder)
+
+
+def test_without_a_connection_a_name_fails_at_once_and_both_readings_are_told(tmp_path):
+    code = """
+from hf_ext.storage.hub import downloaded
+from hf_ext.storage.open import open_checkpoint
+for name in ("my-bert", "me/my-bert"):
+    for read in (downloaded, open_checkpoint):
+        try:
+            read(name)
+        except ValueError as error:
+            text = str(error)
+            assert repr(name) in text and "folder" in text and ("OFFLINE" in text or "ConnectError" in text or "[Errno" in text)
+            print("refused")
+"""
+    online = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://host.invalid", "HF_HOME": str(tmp_path)}
+    for change in (online, {"HF_HUB_OFFLINE": "1"}):
+        result = python("-c", code, env=os.environ | change, timeout=20, hosts=False)  # downloads alone would try for 25 s
+        assert result.stdout.split() == ["refused"] * 4, result.stderr
