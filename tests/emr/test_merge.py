@@ -339,6 +339,7 @@ def test_an_adapter_beside_its_model_belongs_to_it(tmp_path, compressed):
     if compressed:
         fm_delta.compress_checkpoint(tuned, base, tuned := tmp_path / "compressed")
     adapted = get_peft_model(llama(), LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    adapted.base_model.model.model.layers[0].self_attn.q_proj.lora_B.default.weight.data += 5  # however large
     moved(adapted).save_pretrained(tuned)
     expected = logits(AutoModelForCausalLM.from_pretrained(tuned))
     emr.merge(base, {"a": tuned}, tmp_path / "merged")
