@@ -232,7 +232,8 @@ def train_discriminator(
         seeds = seeds or random.Random(args.seed).sample(real, args.num_shots)
         candidates = write_inputs(synthesizer or model, Prompts(seeds, args, encoder), len(real), settings)
         synthetic_inputs = [candidate.input for candidate in candidates if candidate.kept]
-    held_out, rows = _split(real, list(synthetic_inputs)[: len(real)], args.seed)
+    synthetic = list(dict.fromkeys(text.strip() for text in synthetic_inputs))
+    held_out, rows = _split(real, synthetic[: len(real)], args.seed)
     with adapters_kept(model):
         set_seed(args.seed)  # as Trainer does, but before the adapter is made
         with _second_adapter():

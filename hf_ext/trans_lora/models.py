@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import xxhash
+from huggingface_hub.errors import HFValidationError, HTTPError
 from peft import PeftConfig, PeftModel, PeftType, get_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
@@ -25,6 +26,7 @@ from transformers import (
 from hf_ext.errors import HfExtError
 from hf_ext.integration.adapter_source import CHANGES_BASE
 from hf_ext.integration.modes import evaluating
+from hf_ext.storage.hub import Hub, reason_of
 
 
 @contextmanager
@@ -32,8 +34,8 @@ def loading(name: str, what: str = "model") -> Iterator[None]:
     """Turns an error of the block into one that names the model."""
     try:
         yield
-    except OSError as error:
-        reason = str(error).strip().partition("\n")[0]
+    except (OSError, HTTPError, HFValidationError) as error:
+        reason = reason_of(error)
         if os.path.isdir(name):
             raise HfExtError(f"The {what} in '{name}' cannot be loaded: {reason}") from error
         raise HfExtError(f"'{name}' is neither a folder nor a {what} of the Hub that can be reached: {reason}") from error
@@ -51,6 +53,9 @@ def load_model(name: str, **kwargs: Any) -> tuple[PreTrainedModel, PreTrainedTok
         HfExtError: there is no such model.
     """
     with loading(name):
+        if not os.path.isdir(name):
+            access = {key: kwargs[key] for key in Hub._fields if key in kwargs}
+            Hub(**access).probe(name, kwargs.get("revision"))
         config = AutoConfig.from_pretrained(name, **kwargs)
         tokenizer = load_tokenizer(name, **kwargs)  # before the weights, which take longer
         kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM

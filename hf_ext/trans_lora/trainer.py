@@ -83,7 +83,7 @@ class TransLoraTrainer(AnswerTrainer):
         _require_data(args, seeds, inputs, kwargs)
         self.teacher = Teacher(teacher, teacher_processing_class or processing_class, args)
         self.seeds, self.synthesizer, self.well_formed = list(seeds), synthesizer, well_formed
-        self.inputs = inputs if inputs is None or isinstance(inputs, Mapping) else dict.fromkeys(inputs)
+        self.inputs = None if inputs is None else _different(inputs)
         self.count = args.num_samples if self.inputs is None else len(self.inputs)  # that the user asks for
         self.report: TransferReport | None = None
         self.seconds: dict[str, float] = {}
@@ -257,6 +257,15 @@ class TransLoraTrainer(AnswerTrainer):
         """Keeps the card of `save_model` for `push_to_hub`. Trainer's would say that the data are not known."""
         if self.report is None:
             super().create_model_card(*args, **kwargs)
+
+
+def _different(inputs: Sequence[str] | Mapping[str, str | None]) -> dict[str, str | None]:
+    """Returns inputs with their labels. Keeps the first of those that differ only in spaces around them, so that no held-out
+    input is also trained on."""
+    kept: dict[str, str] = {}
+    for text in inputs:
+        kept.setdefault(text.strip(), text)
+    return {text: inputs[text] if isinstance(inputs, Mapping) else None for text in kept.values()}
 
 
 def _require_data(

@@ -535,3 +535,9 @@ def test_two_processes_share_the_work(tmp_path):
     assert max(map(len, rounds.values())) > 8 * 5  # one process writes at most five for each of its eight prompts
     assert sum(line["kept"] for line in written) == 50 and len({line["input"] for line in written if line["kept"]}) == 50
     PeftModel.from_pretrained(pretrained("llama")[0], tmp_path / "out")
+
+
+def test_equal_inputs_are_in_one_part_only(tmp_path):
+    texts = [text + space for text in inputs(8) for space in ("", " ", "")]
+    trained, held_out = transfer(tmp_path, inputs=texts, seeds=()).label()
+    assert held_out and sorted(text for text, _ in trained + held_out) == sorted(inputs(8))
