@@ -15,7 +15,7 @@ from hf_ext.emr.checks import TaskModel
 from hf_ext.emr.modulators import is_asset
 from hf_ext.errors import CheckpointError
 from hf_ext.integration.config_change import difference
-from hf_ext.integration.weight_plan import skeleton_of, ties_of
+from hf_ext.integration.weight_plan import ignored_weight, skeleton_of, ties_of
 from hf_ext.storage.config_file import CONFIG, ENCODINGS, read_config
 from hf_ext.storage.files import scan
 from hf_ext.storage.hub import downloaded
@@ -77,8 +77,18 @@ def with_one_name_each(models: Sequence[TaskModel], base: TensorSource) -> list[
     """Returns the models with one name for each weight: one that is found in the base, if a model has it there.
 
     A model that breaks a tie keeps the tied weight under its own name. The others have that name in their `ties`.
+
+    Raises:
+        CheckpointError: a weight of a model has a name that `from_pretrained` ignores.
     """
-    ties = ties_of(skeleton_of(models[0].config), base.names(), *(model.tensors.names() for model in models))
+    if skeleton := skeleton_of(models[0].config):
+        for model in models:
+            if ignored := ignored_weight(skeleton, model.tensors.names()):
+                raise CheckpointError(
+                    f"from_pretrained ignores '{ignored[0]}' of {model}, and leaves '{ignored[1]}' of the "
+                    f"{type(skeleton).__name__} random. Save the model without the wrapper that renames its weights."
+                )
+    ties = ties_of(skeleton, base.names(), *(model.tensors.names() for model in models))
     views = [{name: name for name in model.tensors.names()} for model in models]
     tied: list[dict[str, str]] = [dict(model.ties) for model in models]
     for group in ties.groups(dict.fromkeys([*(name for names in views for name in names), *base.names()])):

@@ -140,14 +140,14 @@ class MergeWriter:
             if model.task in self.standing.files:
                 return name in self.standing.files[model.task].record.modulated
         twin, entry = self.base.twin_of(name), model.tensors.entry(name)
-        if twin is None or entry.dtype not in FLOATS or self.base.entry(twin).dtype not in FLOATS or not math.prod(entry.shape):
-            return False
-        if is_statistic(name):
+        if twin is None or entry.dtype not in FLOATS or self.base.entry(twin).dtype not in FLOATS or is_statistic(name):
             return False
         base_shape, shape = self.base.entry(twin).shape, entry.shape
+        if not math.prod(shape) and shape == base_shape:
+            return False
         if base_shape != shape:
             in_layer = layer_of(name) is not None and shape[:1] != (labels(model.config),)
-            if len(base_shape) != len(shape) or base_shape[1:] != shape[1:] or in_layer:
+            if len(base_shape) != len(shape) or base_shape[1:] != shape[1:] or in_layer or not math.prod(shape):
                 raise CheckpointError(
                     f"Tensor '{name}' of task '{model.task}' is {list(shape)}, but {list(base_shape)} in the base {self.base}: "
                     f"these are models of different sizes. {GIVE_BASE}"

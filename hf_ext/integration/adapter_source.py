@@ -276,8 +276,14 @@ def _class_of(settings: PeftConfig, config: PretrainedConfig) -> tuple[str, Any]
 def _skeleton(settings: PeftConfig, config: PretrainedConfig) -> PreTrainedModel:
     """Returns the model that the adapter was trained on, without weights."""
     name, kind = _class_of(settings, config)
-    with torch.device("meta"):
-        return kind.from_config(config) if name in AUTO_CLASSES.values() else kind(config)
+    try:
+        with torch.device("meta"):
+            return kind.from_config(config) if name in AUTO_CLASSES.values() else kind(config)
+    except ValueError as error:  # the base has no such class
+        raise CheckpointError(
+            f"The adapter belongs to a model for {name}, and the base is a {config.model_type} model. Give the base that the "
+            "adapter was trained on."
+        ) from error
 
 
 def fill_with_nothing(model: PreTrainedModel) -> None:

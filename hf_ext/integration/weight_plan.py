@@ -85,6 +85,14 @@ def plan_of(model: PreTrainedModel, names: Iterable[str]) -> tuple[list[Loaded],
     return plan, sorted(names - places.keys())
 
 
+def ignored_weight(model: PreTrainedModel, names: Iterable[str]) -> tuple[str, str] | None:
+    """Returns a tensor that `from_pretrained` would ignore, and the parameter of the same ending that it would leave without a
+    tensor; None if there is none."""
+    plan, ignored = plan_of(model, names)
+    empty = Names(model.state_dict().keys() - {origin.target for origin in plan} - model.all_tied_weights_keys.keys())
+    return next(((name, target) for name in ignored if (target := empty.twin_of(name))), None)
+
+
 def skeleton_of(config: dict) -> PreTrainedModel | None:
     """Returns the model of a config.json, without weights; None if Transformers has no class of that name or refuses the
     configuration."""
@@ -122,11 +130,17 @@ def ties_of(model: PreTrainedModel | None, *files: Collection[str]) -> Ties:
         whole: dict[str, str] = {}
         parts: dict[str, str] = {}
         mapping, state = get_model_conversion_mapping(model), model.state_dict()
+        stacks: dict[tuple[str, str], list[str]] = {}  # the names of one file, in the order in which they make a parameter
         for names in kinds:
+            stack = defaultdict[tuple[str, str], list[str]](list)
             for name, place in destinations(names, mapping, model.base_model_prefix, state).items():
                 (parts if place.pattern else whole).setdefault(place.target, name)
-                if place.pattern is None and name != place.target:
+                if place.pattern:
+                    stack[place.target, place.pattern].append(name)
+                elif name != place.target:
                     aliases[name] = place.target
+            for key, members in stack.items():
+                aliases |= {name: first for name, first in zip(members, stacks.setdefault(key, members)) if name != first}
         if both := sorted(whole.keys() & parts.keys()):
             raise CheckpointError(
                 f"'{parts[both[0]]}' and '{whole[both[0]]}' are two forms of one weight. Load each checkpoint with "

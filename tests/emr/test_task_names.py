@@ -123,6 +123,8 @@ def states(merged: Path, kind: type[PreTrainedModel], out: Path) -> dict[str, di
         (bart, (plain, renamed(("model.shared", "model.encoder.embed_tokens")), renamed(("model.shared", "lm_head")))),
         (llava, (plain, NEW_LLAVA, plain)),
         (llava, (NEW_LLAVA, plain, plain)),
+        (qwen_moe, (plain, without_prefix("model."), plain)),
+        (qwen_moe, (without_prefix("model."), plain, without_prefix("model."))),
     ],
 )
 def test_names_make_no_difference(tmp_path, build, edits):
@@ -170,6 +172,25 @@ def test_a_task_that_breaks_a_tie_leaves_the_others_tied(tmp_path, build, one, o
         assert tensors_of(tmp_path / "out/tied").keys() == tensors_of(tied).keys()
         model = fm_delta.switch(type(model).from_pretrained(tied), tmp_path / "out/tied")
         same_tensors(model.state_dict(), results["tied"])
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda tensors: {f"_orig_mod.{name}": tensor for name, tensor in tensors.items()}, "ignores '_orig_mod.* random"),
+        (
+            lambda tensors: tensors | {"lm_head.weight": torch.empty(0)},
+            r"'lm_head.weight' of task 'a' is \[0\], but \[96, 64\]",
+        ),
+        (lambda tensors: tensors | {"model.norm.weight": torch.empty(0)}, r"'model.norm.weight' of task 'a' is \[0\], but"),
+    ],
+    ids=["of a compiled model", "an empty head", "an empty norm"],
+)
+def test_weights_that_from_pretrained_does_not_load_are_named(tmp_path, edit, message):
+    base, a = write(llama(), tmp_path / "base"), write(perturb(llama(), 1), tmp_path / "a", edit)
+    with pytest.raises(CheckpointError, match=message):
+        emr.merge(base, {"a": a}, tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
 
 
 def test_two_forms_of_one_weight_are_named(tmp_path):
