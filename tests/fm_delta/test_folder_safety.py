@@ -45,8 +45,14 @@ def commands(tasks, tmp_path_factory) -> dict[str, tuple[Callable[[Path], object
     emr.extract(place / "merged", "trec", place / "extracted")
     return {
         "compress": (lambda out: fm_delta.compress_checkpoint(place / "tuned2", reference, out), place / "small1"),
-        "decompress": (lambda out: fm_delta.decompress_checkpoint(place / "small2", out), place / "decompressed"),
-        "extract": (lambda out: emr.extract(place / "merged", "cr", out, max_shard_size="60KB"), place / "extracted"),
+        "decompress": (
+            lambda out: fm_delta.decompress_checkpoint(place / "small2", out, overwrite=True),
+            place / "decompressed",
+        ),
+        "extract": (
+            lambda out: emr.extract(place / "merged", "cr", out, max_shard_size="60KB", overwrite=True),
+            place / "extracted",
+        ),
         "merge": (lambda out: emr.merge(base, {"cr": folders["cr"]}, out, max_shard_size="60KB"), place / "merged"),
         "add-task": (lambda out: emr.add_task(place / "merged-trec", "again", folders["trec"], out), place / "merged-trec"),
     }
