@@ -32,8 +32,8 @@ def chain(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "write",
     [
-        lambda place, out: fm_delta.compress_checkpoint(place / "two", place / "base", out),
-        lambda place, out: fm_delta.decompress_checkpoint(place / "small", out),
+        lambda place, out: fm_delta.compress_checkpoint(place / "two", place / "base", out, overwrite=True),
+        lambda place, out: fm_delta.decompress_checkpoint(place / "small", out, overwrite=True),
     ],
     ids=["compress", "decompress"],
 )
@@ -63,8 +63,8 @@ def test_adding_a_task_overwrites_neither_it_nor_its_base(tmp_path: Path) -> Non
     for needed in (tmp_path / "small", tasks["trec"]):
         before = contents(needed)
         for write in (
-            lambda out: emr.add_task(tmp_path / "merged", "subj", tmp_path / "small", out),
-            lambda out: emr.merge(base, {"subj": tmp_path / "small"}, out),
+            lambda out: emr.add_task(tmp_path / "merged", "subj", tmp_path / "small", out, overwrite=True),
+            lambda out: emr.merge(base, {"subj": tmp_path / "small"}, out, overwrite=True),
         ):
             with pytest.raises(CheckpointError, match="still needed"):
                 write(needed)
@@ -81,8 +81,8 @@ def test_a_merge_keeps_the_base_of_its_base(tmp_path: Path) -> None:
     (tmp_path / "merged" / "config.json").write_text(json.dumps(config))
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged")
     for write in (
-        lambda: emr.extract(tmp_path / "merged", "cr", tmp_path / "root"),
-        lambda: emr.add_task(tmp_path / "merged", "more", tasks["cr"], tmp_path / "root"),
+        lambda: emr.extract(tmp_path / "merged", "cr", tmp_path / "root", overwrite=True),
+        lambda: emr.add_task(tmp_path / "merged", "more", tasks["cr"], tmp_path / "root", overwrite=True),
         lambda: model.save_pretrained(tmp_path / "root"),
     ):
         with pytest.raises(CheckpointError, match="still needed"):
