@@ -213,7 +213,12 @@ def extract_lora(
     parts = lora_layers(folder, source, prior)
     tokens = None if texts is None else _tokens(folder, parts, texts)
     changes = Changes(source, prior, parts.layers | parts.others, parts.layers)
-    largest = max((min(changes.shape(layer)) for layer in parts.layers), default=0)
+    if not parts.layers:
+        raise CheckpointError(
+            f"No linear layer of {folder} that PEFT can adapt is in the base {prior} under a name that loading knows. Load "
+            "both with Transformers, save them again, and give the new folders."
+        )
+    largest = max(min(changes.shape(layer)) for layer in parts.layers)
     if rank is not None and rank > largest:
         raise HfExtError(f"rank={rank} is larger than the smaller side of any linear layer of {folder}, at most {largest}.")
     changed, resized = changes.energies(parts.others), changes.resized()

@@ -315,6 +315,11 @@ def test_wrong_models_are_errors(tmp_path, pair):
         fm_delta.extract_lora(tmp_path / "small", tmp_path / "other", out)
     with pytest.raises(CheckpointError, match="cannot be overwritten"):
         fm_delta.extract_lora(tuned, base, base)
+    wrapped = {f"_orig_mod.{name}": tensor for name, tensor in load_file(tuned / "model.safetensors").items()}
+    shutil.copytree(tuned, tmp_path / "wrapped")
+    save_file(wrapped, tmp_path / "wrapped" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match="under a name that loading knows"):
+        fm_delta.extract_lora(tmp_path / "wrapped", base, out, rank=4)
     model.save_pretrained(tmp_path / "quantized")
     edit_config(tmp_path / "quantized", quantization_config={"quant_method": "gptq", "bits": 4})
     for fine_tune, prior in ((tmp_path / "quantized", base), (tuned, tmp_path / "quantized")):
