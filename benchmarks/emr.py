@@ -132,7 +132,7 @@ def accuracy(args: argparse.Namespace) -> dict:
                     rows[method][task] = measure(model, task)
         for rescale in ("paper", "tensor_mean", "tensor"):
             with tempfile.TemporaryDirectory() as out:
-                emr.merge(minilm(), folders, out, rescale=rescale)
+                emr.merge(minilm(), folders, out, rescale=rescale, accept_conflicts=True)
                 model = Classifier.from_pretrained(out)
                 rows[f"EMR, rescale {rescale}"] = {}
                 for task in tasks:
@@ -171,7 +171,7 @@ def size(args: argparse.Namespace) -> dict:
     for dtype in TORCH:
         with tempfile.TemporaryDirectory() as scratch:
             base, tasks = half(args, dtype, Path(scratch))
-            report = emr.merge(base, tasks, Path(scratch, "out"))
+            report = emr.merge(base, tasks, Path(scratch, "out"), accept_conflicts=True)
             one = (tasks[args.tasks[0]] / "model.safetensors").stat().st_size
             results[dtype] = {
                 "one fine-tune": one,
@@ -218,7 +218,7 @@ def formula(base: Path, tasks: dict[str, Path], out: Path) -> None:
 
 
 def ours(base: Path, tasks: dict[str, Path], out: Path) -> None:
-    emr.merge(base, tasks, out)
+    emr.merge(base, tasks, out, accept_conflicts=True)
 
 
 def nothing(base: Path, tasks: dict[str, Path], out: Path) -> None:
@@ -260,7 +260,7 @@ def switching(args: argparse.Namespace) -> dict:
     for dtype in TORCH:
         with tempfile.TemporaryDirectory() as scratch:
             base, tasks = half(args, dtype, Path(scratch))
-            emr.merge(base, tasks, Path(scratch, "out"))
+            emr.merge(base, tasks, Path(scratch, "out"), accept_conflicts=True)
             model = Classifier.from_pretrained(Path(scratch, "out"))
             weights = [weight.detach() for weight in model.parameters()]
             copies = [weight.clone() for weight in weights]

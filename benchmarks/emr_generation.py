@@ -185,7 +185,7 @@ def accuracy(args: argparse.Namespace) -> dict:
         print(rows, flush=True)
     del weights, tasks, merged
 
-    emr.merge(base, folders, args.out / "merged")
+    emr.merge(base, folders, args.out / "merged", accept_conflicts=True)
     model = load(args.out / "merged")
     requests = [(task, start) for task in folders for start in range(0, len(tests[task]), 25)]
     random.Random(0).shuffle(requests)
