@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 
 import pytest
@@ -81,6 +82,31 @@ def test_files_that_are_copied_replace_no_others(calls, tmp_path, writer):
     assert contents(out).items() >= {"notes.txt": before["notes.txt"]}.items()
 
 
+@pytest.mark.parametrize(
+    "writer, file", [("compress", "README.md"), ("decompress", "README.md"), ("decompress", "config.json")]
+)
+def test_what_users_edit_in_a_result_stays(tmp_path, writer, file):
+    src, base = pair(tmp_path)
+    (src / "README.md").write_text("of the model")
+    fm_delta.compress_checkpoint(src, base, tmp_path / "small")
+    fm_delta.decompress_checkpoint(tmp_path / "small", tmp_path / "out")
+    out = tmp_path / ("small" if writer == "compress" else "out")
+    (out / file).write_text('{"by": "me"}')
+    before = contents(out)
+
+    def write(**more: bool) -> None:
+        if writer == "compress":
+            fm_delta.compress_checkpoint(src, base, out, **more)
+        else:
+            fm_delta.decompress_checkpoint(tmp_path / "small", out, **more)
+
+    with pytest.raises(CheckpointError, match=f"holds something else: {file}"):
+        write()
+    assert contents(out) == before
+    write(overwrite=True)
+    assert contents(out) != before
+
+
 @pytest.mark.parametrize("writer", WRITERS)
 def test_its_own_result_is_updated(calls, tmp_path, writer):
     """What holds plain weights afterwards tells them from others only by their bytes."""
@@ -109,6 +135,10 @@ def test_one_model_in_the_way_does_not_stop_the_others(tmp_path):
     assert not fm_delta.compress_all(sources, tmp_path / "out", base, overwrite=True).failed
     write_folder(sources[1], fine_tune(weights(), 7), config=None)
     assert not fm_delta.compress_all(sources, tmp_path / "out", base).failed
+    shutil.rmtree(tmp_path / "out/b")
+    before = contents(write_folder(tmp_path / "out/b", weights(seed=5)))
+    assert [model.name for model in fm_delta.compress_all(sources, tmp_path / "out", base).failed] == ["b"]
+    assert contents(tmp_path / "out/b") == before
 
 
 def test_a_transfer_writes_into_its_own_runs_only(tmp_path):

@@ -28,7 +28,8 @@ from hf_ext.errors import CheckpointError, CorruptFileError
 from hf_ext.integration.cards import class_of, write_card
 from hf_ext.storage.checkpoint import Checkpoint, holds_weights
 from hf_ext.storage.config_file import CONFIG, read_config
-from hf_ext.storage.files import require_another_folder, staged_folder
+from hf_ext.storage.files import require_another_folder, scan, staged_folder
+from hf_ext.storage.guards import require_new
 from hf_ext.storage.hub import downloaded
 from hf_ext.storage.layout import OURS
 from hf_ext.storage.open import open_plain
@@ -149,7 +150,10 @@ def extract(
         return holds_weights(out, source.source(task).fingerprint)
 
     with staged_folder(out, overwrite=overwrite or is_extracted) as stage:
-        write_files(task_files_into(source, task, stage, max_shard_size), stage, f"Extracting {task}:")
+        weights = task_files_into(source, task, stage, max_shard_size)
+        if not overwrite:
+            require_new(scan(stage), stage, Path(out))
+        write_files(weights, stage, f"Extracting {task}:")
 
 
 def verify(src: str | os.PathLike, base: str | os.PathLike | None = None) -> int:

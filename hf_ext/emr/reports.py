@@ -89,7 +89,8 @@ class MergeReport:
         return f"{table(COLUMNS, self.rows())}\n\n{self.summary()}"
 
     def summary(self) -> str:
-        return f"{', '.join(t.task for t in self.tasks)}: {len(self.tasks)} tasks in {megabytes(self.bytes)}"
+        count = f"{len(self.tasks)} task{'s' * (len(self.tasks) != 1)}"
+        return f"{', '.join(t.task for t in self.tasks)}: {count} in {megabytes(self.bytes)}"
 
     def plot(self, path: str | os.PathLike) -> None:
         """Draws the figures of each task to an image file.

@@ -139,10 +139,7 @@ def compress_all(
         results |= {path.name: ModelResult(path.name, str(path), skipped=reason) for path, reason in folders.items() if reason}
         todo = [path for path, reason in folders.items() if not (reason or _is_done(results, path, out, common, verify))]
         try:
-            futures = {
-                pool.submit(work, source, out / source.name, overwrite or source.name in results, *options): source
-                for source in todo
-            }
+            futures = {pool.submit(work, source, out / source.name, overwrite, *options): source for source in todo}
             for future in tqdm(as_completed(futures), "Compressing models", len(futures), disable=not futures):
                 source = futures[future]
                 try:

@@ -9,13 +9,14 @@ from pathlib import Path
 from hf_ext.errors import CheckpointError
 from hf_ext.fm_delta.folder import ADDED_CARD, ModelFolder, card_record
 from hf_ext.fm_delta.restore import decode_all
-from hf_ext.integration.cards import class_of, has_card, write_card
-from hf_ext.storage.config_file import CONFIG, storage_settings
+from hf_ext.integration.cards import CARD, class_of, has_card, write_card
+from hf_ext.storage.config_file import CONFIG, FM_DELTA, storage_settings
 from hf_ext.storage.delta import DEFAULT_LEVEL
 from hf_ext.storage.delta.file import KEY
 from hf_ext.storage.delta.source import PARTS_OF, RestoredFile
 from hf_ext.storage.delta.writer import Sets, write_model
 from hf_ext.storage.files import copy_entries, require_another_folder, staged_folder
+from hf_ext.storage.guards import require_new
 from hf_ext.storage.hub import downloaded
 from hf_ext.storage.layout import ADAPTER, all_weights, weights_or_adapter
 from hf_ext.storage.open import open_checkpoint, open_files, require_depth
@@ -69,6 +70,8 @@ def compress_checkpoint(
         _require_one_kind(folder, out)
         require_another_folder(out, source.paths)
         copy_entries(folder.path, folder.others(out), stage)
+        if not overwrite:
+            require_new([Path(CARD)], stage, out)  # users edit it in an earlier result, too
         write_with_card(folder.sets, source, stage, base_id, level, target=out, revision=revision)
         folder.copy_modes(stage)
         if verify:
@@ -102,7 +105,9 @@ def write_with_card(
 
 
 def is_compressed(folder: Path) -> bool:
-    """Checks whether all weights of a folder are compressed, and are those of one model or adapter."""
+    """Checks whether a folder holds one compressed model or adapter, even a damaged one that its config.json tells."""
+    if storage_settings(folder).get("quant_method") == FM_DELTA:
+        return True
     headers = [SafetensorsFile(path).metadata for path in weights_or_adapter(folder)]
     return bool(headers) and all(KEY in header and PARTS_OF not in header for header in headers)
 

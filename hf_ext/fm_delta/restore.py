@@ -9,7 +9,8 @@ from pathlib import Path
 from hf_ext.fm_delta.folder import ModelFolder, card_record
 from hf_ext.integration.cards import CARD
 from hf_ext.storage.checkpoint import holds_weights
-from hf_ext.storage.files import require_another_folder, staged_folder
+from hf_ext.storage.files import require_another_folder, scan, staged_folder
+from hf_ext.storage.guards import require_new
 from hf_ext.storage.hub import local_copy
 from hf_ext.storage.open import open_files
 from hf_ext.storage.plain_writer import write_files
@@ -45,6 +46,8 @@ def decompress_checkpoint(
     with staged_folder(out, overwrite=overwrite or is_restored) as stage:
         if path.is_dir():
             folder.restore_others(_others(folder, out), stage)
+        if not overwrite:
+            require_new(scan(stage), stage, out)
         write_files(folder.files, stage, "Decompressing")
         folder.copy_modes(stage)
 

@@ -19,7 +19,7 @@ from huggingface_hub import ModelCard, ModelCardData, metadata_load, try_to_load
 
 from hf_ext.storage.config_file import CONFIG, read_config
 from hf_ext.storage.files import write_atomically
-from hf_ext.storage.hub import hub_id, origin_of
+from hf_ext.storage.hub import hub_id, repository_of, snapshot_of
 from hf_ext.storage.installation import plugin
 
 CARD = "README.md"
@@ -58,7 +58,7 @@ def write_card(
     """
     if has_card(folder) or target is not None and has_card(target):
         return False
-    ids = list(dict.fromkeys(origin for base in bases if (origin := origin_of(base))))
+    ids = list(dict.fromkeys(origin for base in bases if (origin := _origin_of(base))))
     metadata: dict[str, Any] = {
         "base_model": ids[0] if len(ids) == 1 else ids or None,
         "base_model_relation": relation if ids else None,
@@ -110,6 +110,12 @@ def class_of(folder: Path) -> str:
     """Returns the name of the class that loads a folder's model, according to its config.json."""
     names = read_config(folder / CONFIG).get("architectures") or ["AutoModel"]
     return names[0] if isinstance(names, list) and str(names[0]).isidentifier() else "AutoModel"
+
+
+def _origin_of(name: str | os.PathLike) -> str | None:
+    """Returns the Hub id of a model, or that of the repository a folder was downloaded from; None for other folders."""
+    snapshot = snapshot_of(Path(name).absolute()) if name and os.path.isdir(name) else None
+    return repository_of(snapshot) if snapshot else hub_id(name)
 
 
 def _license_of(models: Iterable[str | os.PathLike]) -> dict[str, str]:

@@ -33,11 +33,13 @@ def require_place(folder: Path, overwrite: bool | Callable[[], bool] = False) ->
 
 
 def require_new(files: Iterable[Path], stage: Path, target: Path) -> None:
-    """Raises CheckpointError if one of these files of `stage` would replace a file of `target` with other contents."""
+    """Raises CheckpointError if one of these files would replace a file of `target` with other contents. Ignores folders, and
+    files that `stage` does not have."""
 
     def replaces(path: Path) -> bool:
-        equal = (target / path).is_file() and filecmp.cmp(stage / path, target / path, shallow=False)
-        return os.path.lexists(target / path) and not equal
+        if not (os.path.lexists(stage / path) and os.path.lexists(target / path)) or os.path.isdir(stage / path):
+            return False
+        return not ((target / path).is_file() and filecmp.cmp(stage / path, target / path, shallow=False))
 
     if replaced := sorted(path.as_posix() for path in files if replaces(path)):
         raise _occupied(target, replaced)

@@ -186,12 +186,6 @@ def repository_of(snapshot: Path) -> str:
     return snapshot.parents[1].name.removeprefix("models--").replace("--", "/")
 
 
-def origin_of(name: str | os.PathLike) -> str | None:
-    """Returns the Hub id of a model, or that of the repository a folder was downloaded from; None for other folders."""
-    snapshot = snapshot_of(Path(name).absolute()) if name and os.path.isdir(name) else None
-    return repository_of(snapshot) if snapshot else hub_id(name)
-
-
 def reason_of(error: Exception) -> str:
     """Returns why a repository could not be downloaded."""
     if HF_HUB_OFFLINE and isinstance(error, LocalEntryNotFoundError | OfflineModeIsEnabled):

@@ -66,9 +66,6 @@ class Ties:
         for name in self._aliases.values():
             self._group_of.setdefault(name, [name])
 
-    def __bool__(self) -> bool:
-        return bool(self._group_of)
-
     def others(self, name: str) -> list[str]:
         """Returns the model's names of the weights that `name`, as a file has it, is tied to. First the one that the model ties
         the others to."""
