@@ -122,6 +122,26 @@ def generation_of(entries: dict) -> GenerationConfig:
     return settings
 
 
+def declared_ties(model: PreTrainedModel) -> dict[str, str]:
+    """Returns the weights that a model's class ties, by name with the one they are tied to, even if its configuration does not.
+    Where its attribute is gone or is no dict, those that the configuration ties."""
+    declared = getattr(model, "_tied_weights_keys", None)
+    return model.all_tied_weights_keys or (declared if isinstance(declared, dict) else {})
+
+
+def unsaved(model: PreTrainedModel) -> set[str]:
+    """Returns the weights that a model's class leaves out of its files. Where its attribute is gone, there are none, and a
+    switch asks for them."""
+    return {*(getattr(model, "_keys_to_ignore_on_save", None) or ())}
+
+
+def adapts_parameter(module: torch.nn.Module) -> bool:
+    """Checks whether a LoRA layer of PEFT adapts a parameter instead of a module. False where PEFT has no such layer."""
+    from peft.tuners.lora import layer
+
+    return isinstance(module, getattr(layer, "ParamWrapper", ()))
+
+
 def let_serve_load(config: type[PretrainedConfig], model: type[PreTrainedModel]) -> None:
     """Lets `transformers serve` load a model of images and text whose class is not in Transformers. Where a name is gone, it
     cannot."""

@@ -97,7 +97,7 @@ class LiveWeights:
             names_of.setdefault((weight.data_ptr(), weight.shape) if weight.numel() else name, []).append(name)
         made = self.made_from(source)
         for names in names_of.values():
-            if not made & {*names} and not self.model._keys_to_ignore_on_save & {*names}:
+            if not made & {*names} and not compat.unsaved(self.model) & {*names}:
                 raise CheckpointError(
                     f"{source} has no tensor for '{names[0]}' of this {type(self.model).__name__}: it is a checkpoint of "
                     "another class, or incomplete."

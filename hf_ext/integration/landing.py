@@ -15,12 +15,12 @@ from tempfile import TemporaryDirectory
 
 import torch
 from peft import LoraConfig, PeftModel
-from peft.tuners.lora.layer import ParamWrapper
 from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from hf_ext.errors import CheckpointError
+from hf_ext.integration import compat
 from hf_ext.integration.adapter_source import fill_with_nothing
 from hf_ext.storage.layout import ADAPTER
 
@@ -49,7 +49,7 @@ def lost(model: PreTrainedModel, folder: Path, tokens: int | None = None) -> set
     saved = load_file(folder / ADAPTER)
     differing = {name for name in state.keys() & saved.keys() if not _is_same(state[name], saved[name])}
     # PEFT adapts the parameter of such a module instead of the module, and then gives it the largest rank.
-    parameters = tuple(f"{name}." for name, module in loaded.named_modules() if isinstance(module, ParamWrapper))
+    parameters = tuple(f"{name}." for name, module in loaded.named_modules() if compat.adapts_parameter(module))
     return state.keys() ^ saved.keys() | differing | {name for name in saved if name.startswith(parameters)}
 
 

@@ -10,17 +10,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-import transformers
 from peft import LoraConfig, TaskType
 from torch import nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from hf_ext.errors import CheckpointError
+from hf_ext.integration import compat
 from hf_ext.integration.landing import layers_that_load
-from hf_ext.integration.weight_plan import Loaded, plan_of
-from hf_ext.storage.config_file import CONFIG
+from hf_ext.integration.weight_plan import Loaded, plan_of, skeleton_of
+from hf_ext.storage.config_file import CONFIG, read_config
 from hf_ext.storage.source import TensorSource
 
 #: PEFT's types of task by the endings of Transformers' classes.
@@ -204,8 +203,7 @@ def lora_layers(folder: Path, tuned: TensorSource, base: TensorSource) -> LoraLa
     """
     model = _skeleton(folder)
     state = model.state_dict()
-    declared = model.all_tied_weights_keys or getattr(model, "_tied_weights_keys", None) or {}
-    ties = {name: source for name, source in declared.items() if name in state and source in state}
+    ties = {name: source for name, source in compat.declared_ties(model).items() if name in state and source in state}
     parts = LoraLayers(model, ties=ties)
     (origins, ignored), (twins, _) = _origins(parts, tuned), _origins(parts, base)
     parts.others = {name: Pair(name, name if name in base else "") for name in ignored}
@@ -269,13 +267,10 @@ def _module_of(parameter: str) -> str:
 
 def _skeleton(folder: Path) -> PreTrainedModel:
     """Returns the model that a folder's config.json describes, without weights."""
-    try:
-        config = AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder} has no {CONFIG} that Transformers can read: {error}") from error
-    name = (config.architectures or ["AutoModel"])[0]
-    kind = getattr(transformers, name, None)
-    if not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):
-        raise CheckpointError(f"The {CONFIG} of {folder} names the class {name}, which is no model class of Transformers.")
-    with torch.device("meta"):
-        return kind(config)
+    config = read_config(folder / CONFIG)
+    if (model := skeleton_of(config)) is None:
+        name = (config.get("architectures") or ["no class"])[0]
+        raise CheckpointError(
+            f"The {CONFIG} of {folder} names {name}, which is no model class of Transformers, or has settings that it refuses."
+        )
+    return model
