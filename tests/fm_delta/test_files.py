@@ -156,7 +156,7 @@ def test_config_json_may_be_edited_or_written_anew_in_between(tmp_path):
         (CONFIG, CONFIG),
     ]:
         path.write_text(changed)
-        fm_delta.decompress_checkpoint(small, tmp_path / "again", base=base)
+        fm_delta.decompress_checkpoint(small, tmp_path / "again", base=base, overwrite=True)
         restored = (tmp_path / "again/config.json").read_text()
         assert json.loads(restored) == json.loads(expected or CONFIG)
         assert expected is None or restored == expected

@@ -163,7 +163,7 @@ def test_a_decompression_that_fails_leaves_the_older_one(tmp_path):
     changed[3000] ^= 1  # in the last tensor, between the places that the fingerprint samples
     (base / "model.safetensors").write_bytes(data[: -len(changed)] + changed.tobytes())
     with pytest.raises(HfExtError, match="'lm_head.weight' of the base model has changed"):
-        fm_delta.decompress_checkpoint(small, out)
+        fm_delta.decompress_checkpoint(small, out, overwrite=True)
     assert contents(out) == contents(src)
 
 
