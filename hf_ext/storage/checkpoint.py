@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 
 import numpy as np
-from huggingface_hub.errors import EntryNotFoundError
 
 from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
 from hf_ext.storage.config_file import CONFIG
@@ -76,6 +75,8 @@ class Checkpoint(TensorSource):
         """
         if os.path.isdir(self.name):
             return Path(self.name)
+        from huggingface_hub.errors import EntryNotFoundError
+
         with reaching(self.name, self.revision):
             try:
                 return self._hub.download(self.name, CONFIG, self.revision).parent

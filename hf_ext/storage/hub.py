@@ -6,27 +6,18 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from huggingface_hub import HfApi, hf_hub_download, snapshot_download, try_to_load_from_cache
+import huggingface_hub  # its parts load where they are used: local folders need none of them
 from huggingface_hub.constants import HF_HUB_CACHE, HF_HUB_OFFLINE
-from huggingface_hub.errors import (
-    EntryNotFoundError,
-    HfHubHTTPError,
-    HFValidationError,
-    HTTPError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    SafetensorsParsingError,
-)
-from huggingface_hub.file_download import repo_folder_name
-from huggingface_hub.utils import SafetensorsFileMetadata, validate_repo_id
 
 from hf_ext.errors import BaseModelError, CheckpointError, HfExtError
 from hf_ext.storage.layout import INDEX, SINGLE, read_index
 
-Check: TypeAlias = Callable[[list[SafetensorsFileMetadata]], None]
+if TYPE_CHECKING:
+    from huggingface_hub.utils import SafetensorsFileMetadata
+
+Check: TypeAlias = "Callable[[list[SafetensorsFileMetadata]], None]"
 
 
 class Hub(NamedTuple):
@@ -45,15 +36,18 @@ class Hub(NamedTuple):
     def download(self, name: str, file: str, revision: str | None) -> Path:
         """Returns a file of a repository, from the cache if it is there. Raises the errors of `huggingface_hub`."""
         self.probe(name, revision)
-        return Path(hf_hub_download(name, file, revision=revision, **self._asdict()))
+        return Path(huggingface_hub.hf_hub_download(name, file, revision=revision, **self._asdict()))
 
     def probe(self, name: str, revision: str | None = None) -> None:
         """Asks the Hub once about a repository that is not in the cache. Without a connection, a download would try for a
         minute. Raises the errors of `huggingface_hub`."""
+        from huggingface_hub.file_download import repo_folder_name
+        from huggingface_hub.utils import validate_repo_id
+
         validate_repo_id(name)
         folder = Path(self.cache_dir or HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type="model"))
         if not (self.local_files_only or HF_HUB_OFFLINE or folder.exists()):
-            HfApi(token=self.token).model_info(name, revision=revision)
+            huggingface_hub.HfApi(token=self.token).model_info(name, revision=revision)
 
     def weights(self, name: str, revision: str | None, check: Check | None = None) -> list[Path]:
         """Returns the safetensors weights of a repository, one file or shards, from the cache if they are there.
@@ -64,6 +58,7 @@ class Hub(NamedTuple):
         Raises:
             BaseModelError: the repository cannot be reached or has no safetensors weights.
         """
+        from huggingface_hub import errors
 
         def download(files: list[str]) -> list[Path]:
             if check and (headers := self.headers(name, files, revision)):
@@ -73,7 +68,7 @@ class Hub(NamedTuple):
         with reaching(name, revision):
             try:
                 return download([SINGLE])
-            except EntryNotFoundError:
+            except errors.EntryNotFoundError:
                 return download(read_index(self.download(name, INDEX, revision)))
 
     def headers(self, name: str, files: list[str], revision: str | None) -> list[SafetensorsFileMetadata]:
@@ -82,16 +77,18 @@ class Hub(NamedTuple):
 
         Raises EntryNotFoundError, or another error of `huggingface_hub` if the Hub refuses access.
         """
+        from huggingface_hub import errors
+
         cache = None if self.cache_dir is None else Path(self.cache_dir)
-        cached = (isinstance(try_to_load_from_cache(name, file, cache, revision), str) for file in files)
+        cached = (isinstance(huggingface_hub.try_to_load_from_cache(name, file, cache, revision), str) for file in files)
         if self.local_files_only or HF_HUB_OFFLINE or any(cached):
             return []
-        hub = HfApi(token=self.token)
+        hub = huggingface_hub.HfApi(token=self.token)
         try:
             return [hub.parse_safetensors_file_metadata(name, file, revision=revision) for file in files]
-        except HfHubHTTPError:
+        except errors.HfHubHTTPError:
             raise
-        except (HTTPError, SafetensorsParsingError, TypeError, AttributeError, KeyError, ValueError):
+        except (errors.HTTPError, errors.SafetensorsParsingError, TypeError, AttributeError, KeyError, ValueError):
             return []  # the download tries again and reports the error
 
 
@@ -103,10 +100,12 @@ HUB = Hub()  # settings of the environment
 @contextlib.contextmanager
 def reaching(name: str, revision: str | None) -> Iterator[None]:
     """Turns errors of `huggingface_hub` in the block into a BaseModelError that names the repository."""
+    from huggingface_hub import errors
+
     try:
         yield
-    except (HFValidationError, RepositoryNotFoundError, EntryNotFoundError) as error:
-        private = isinstance(error, RepositoryNotFoundError)
+    except (errors.HFValidationError, errors.RepositoryNotFoundError, errors.EntryNotFoundError) as error:
+        private = isinstance(error, errors.RepositoryNotFoundError)
         advice = " If it is private, sign in with `hf auth login` or set HF_TOKEN." if private else ""
         raise BaseModelError(
             f"'{name}' is neither a folder nor a Hub repository with safetensors weights that can be reached "
@@ -114,7 +113,7 @@ def reaching(name: str, revision: str | None) -> Iterator[None]:
         ) from error
     except HfExtError:
         raise
-    except (HTTPError, OfflineModeIsEnabled, OSError, ValueError) as error:  # ValueError: the server sent invalid headers
+    except (errors.HTTPError, errors.OfflineModeIsEnabled, OSError, ValueError) as error:  # ValueError: invalid headers
         raise BaseModelError(
             f"'{name}' could not be downloaded, and there is no folder of this name: {reason_of(error)}"
         ) from error
@@ -141,10 +140,12 @@ def downloaded(name: str | os.PathLike, what: str = "", allow_patterns: list[str
         return Path(name)
     if is_local(name):
         raise CheckpointError(f"{what}{name} is not a folder; give the folder or the Hub id of a saved model.")
+    from huggingface_hub import errors
+
     try:
         others = None if allow_patterns else OTHER_WEIGHTS
-        return Path(snapshot_download(name, allow_patterns=allow_patterns, ignore_patterns=others))
-    except (OSError, ValueError, HTTPError) as error:
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=allow_patterns, ignore_patterns=others))
+    except (OSError, ValueError, errors.HTTPError) as error:
         raise CheckpointError(
             f"{what}'{name}' is neither a folder nor a Hub repository that can be reached: {reason_of(error)}"
         ) from error
@@ -169,6 +170,9 @@ def hub_id(name: str | os.PathLike | None) -> str | None:
     """Returns a name if it is valid for a repository on the Hub and no such folder exists; else None."""
     if not isinstance(name, str) or not name or os.path.exists(name):
         return None
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
     try:
         validate_repo_id(name)
     except HFValidationError:
@@ -188,7 +192,9 @@ def repository_of(snapshot: Path) -> str:
 
 def reason_of(error: Exception) -> str:
     """Returns why a repository could not be downloaded."""
-    if HF_HUB_OFFLINE and isinstance(error, LocalEntryNotFoundError | OfflineModeIsEnabled):
+    from huggingface_hub import errors
+
+    if HF_HUB_OFFLINE and isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
         return "as a Hub id, it is not in the cache, and HF_HUB_OFFLINE is set."
     return first_line(error)
 

@@ -6,8 +6,7 @@ import os
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
-
-from huggingface_hub.utils import SafetensorsFileMetadata
+from typing import TYPE_CHECKING
 
 from hf_ext.errors import BaseModelError, CheckpointError
 from hf_ext.storage.checkpoint import Checkpoint
@@ -18,6 +17,9 @@ from hf_ext.storage.hub import HUB, Hub, absolute, snapshot_of
 from hf_ext.storage.layout import no_weights, shard_sets, weights_or_adapter
 from hf_ext.storage.safetensors_file import SafetensorsFile
 from hf_ext.storage.source import NoBase, TensorSource
+
+if TYPE_CHECKING:
+    from huggingface_hub.utils import SafetensorsFileMetadata
 
 OF_TASK = "#"  # in a name: between a merge and one of its tasks
 MAX_CHAIN = 64  # limit of compressed checkpoints that are opened to read one
