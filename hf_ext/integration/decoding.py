@@ -8,9 +8,9 @@ calling it raises AttributeError, ImportError or TypeError, and `DecodingQuantiz
 from __future__ import annotations
 
 from collections import defaultdict
-from copy import copy
+from concurrent.futures import Future
 from re import escape
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -23,11 +23,11 @@ from transformers.core_model_loading import (
 
 from hf_ext.errors import HfExtError
 from hf_ext.integration import compat
-from hf_ext.integration.renaming import destinations
+from hf_ext.integration.renaming import Destination, destinations
 from hf_ext.storage.delta.source import payload_name
+from hf_ext.storage.mapped import blocks, populate
 from hf_ext.storage.prefetch import Prefetcher
-
-Converter = TypeVar("Converter", bound=WeightConverter)
+from hf_ext.storage.safetensors_file import RawTensor, safetensors_dtype
 
 
 class Decoding:
@@ -65,8 +65,29 @@ class Decoding:
                 converter.operations = [Decode(self, converter), *converter.operations]
                 converter.force_cpu = self.works_on_cpu
                 converter.quantization_operation = Quantize(quantizer)
+        sizes = {name: source.entry(name).nbytes for name in places}
+        self.memory = blocks({name: sizes[name] for name, place in places.items() if self._is_weight(name, place)})
         # Decoding runs ahead of loading, in the same order.
-        self.tensors = Prefetcher(source.read, {name: source.entry(name).nbytes for name in places})
+        self.tensors = Prefetcher(self._read, sizes)
+
+    def _is_weight(self, name: str, place: Destination) -> bool:
+        """Checks whether a tensor becomes a weight as it is, so that it stays in the memory that it is decoded into."""
+        entry, weight = self.quantizer.source.entry(name), self.expected[place.target]
+        is_same = entry[:2] == (safetensors_dtype(weight.dtype), tuple(weight.shape))
+        return is_same and place.pattern is None and self.works_on_cpu
+
+    def _read(self, name: str) -> RawTensor:
+        memory = self.memory.pop(name, None)
+        return self.quantizer.source.read(name, None if memory is None else populate(memory))
+
+    def decode(self, name: str, payload: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Returns a tensor in this type, on the device of its payload. Keeps an error until loading ends, where it can be
+        raised as it is."""
+        try:
+            return self.tensors.result(name).to_torch().to(payload.device, dtype)
+        except HfExtError as error:
+            self.error = self.error or error
+            return torch.empty(self.quantizer.source.entry(name).shape)
 
     def finish(self, model: PreTrainedModel) -> None:
         """Raises the error in the data, if there was one; else leaves the model with its own conversions, for saving."""
@@ -83,32 +104,41 @@ class Decoding:
 
 
 class AnyTensor(WeightConverter):
-    """Decodes tensors that no converter of the model takes."""
+    """Decodes tensors that no converter of the model takes.
 
-    __slots__ = ()
+    One converter serves all of them: Transformers makes a deep copy for every tensor, which can cost more than loading it.
+    """
+
+    __slots__ = ("decoding", "payloads")
 
     def __init__(self, source: str, target: str, decoding: Decoding):
         super().__init__([source], [target], [Decode(decoding, self)], force_cpu=decoding.works_on_cpu)
+        self.decoding = decoding
+        self.payloads: dict[str, list[tuple[str, Any]]] = defaultdict(list)
+
+    def __deepcopy__(self, memo) -> AnyTensor:
+        return self
+
+    def add_tensor(self, target_key: str, source_key: str, source_pattern: str, future: Any) -> None:
+        self.payloads[target_key].append((source_key, future))
 
     def convert(self, layer_name: str, *args, loading_info: Any = None, **kwargs) -> dict[str, Any]:
-        converted = super().convert(layer_name, *args, loading_info=loading_info, **kwargs)
-        # Up to Transformers 5.22, weights with a quantizer may have any shape.
-        (decoded,) = converted[layer_name]
-        decoding = self.operations[0].decoding
+        ((name, future),) = self.payloads.pop(layer_name)
+        payload = future.result() if isinstance(future, Future) else future()
+        decoding = self.decoding
         expected = decoding.expected[layer_name]
+        decoded = decoding.decode(name, payload, expected.dtype)
+        decoding.quantizer.loaded(layer_name, {name: [name]}, self)
+        # Up to Transformers 5.22, weights with a quantizer may have any shape.
         if decoded.shape == expected.shape:
-            return decoding.quantizer.quantize(converted, **kwargs)
+            return decoding.quantizer.quantize({layer_name: decoded}, **kwargs)
         loading_info.missing_keys.discard(layer_name)
         loading_info.mismatched_keys.add((layer_name, decoded.shape, expected.shape))
         return {}
 
-    def __deepcopy__(self, memo) -> AnyTensor:
-        # Transformers makes a deep copy for every tensor it loads, which can cost more than loading it.
-        return unused(self)
-
 
 class Decode(ConversionOps):
-    """Decodes payloads to the type of the parameter. Keeps an error until loading ends, where it can be raised as it is."""
+    """Decodes payloads to the type of the parameter, for a converter of the model."""
 
     def __init__(self, decoding: Decoding, converter: WeightConverter):
         self.decoding = decoding
@@ -121,24 +151,12 @@ class Decode(ConversionOps):
         names: dict[str, list[str]] = {}
         decoded: dict[str, list[torch.Tensor]] = {}
         dtype = self.decoding.expected[full_layer_name].dtype
-        for pattern, tensors in input_dict.items():
-            tensors = tensors if isinstance(tensors, list) else [tensors]
-            # `loaded` uses the names only where every tensor is a payload, so that none is None.
-            names[pattern] = [payload_name(tensor) for tensor in tensors]  # type: ignore[misc]
-            decoded[full_layer_name if isinstance(self.converter, AnyTensor) else pattern] = [
-                self._decode(tensor, name, dtype) for tensor, name in zip(tensors, names[pattern])
-            ]
+        for pattern, payloads in input_dict.items():
+            payloads = payloads if isinstance(payloads, list) else [payloads]
+            names[pattern] = [payload_name(payload) for payload in payloads]
+            decoded[pattern] = [self.decoding.decode(*pair, dtype) for pair in zip(names[pattern], payloads)]
         self.decoding.quantizer.loaded(full_layer_name, names, self.converter)
         return decoded
-
-    def _decode(self, tensor: torch.Tensor, name: str | None, dtype: torch.dtype) -> torch.Tensor:
-        if name is not None:
-            try:
-                tensor = self.decoding.tensors.result(name).to_torch().to(tensor.device)
-            except HfExtError as error:
-                self.decoding.error = self.decoding.error or error
-                return torch.empty(self.decoding.quantizer.source.entry(name).shape)
-        return tensor.to(dtype=dtype)
 
 
 class Quantize(ConversionOps):
@@ -157,13 +175,6 @@ class Quantize(ConversionOps):
 def own_operations(converter: WeightConverter) -> list[ConversionOps]:
     """Returns a converter's operations without ours."""
     return [operation for operation in converter.operations if not isinstance(operation, Decode)]
-
-
-def unused(converter: Converter) -> Converter:
-    """Returns a shallow copy of a converter that has not collected any tensors."""
-    converter = copy(converter)
-    converter.collected_tensors, converter.layer_targets = defaultdict(list), defaultdict(set)
-    return converter
 
 
 def _expected(weights: dict[str, torch.Tensor], model: PreTrainedModel, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:

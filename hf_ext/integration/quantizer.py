@@ -128,7 +128,7 @@ class DecodingQuantizer(HfQuantizer):
     def preprocess_model(self, model, dtype: torch.dtype | None = None, **kwargs):
         self.model, self.dtype = model, dtype
         # Of the weights before a requested quantization changes their shapes.
-        self.weights = {name: tensor.detach().to("meta") for name, tensor in model.state_dict().items()}
+        self.weights = model.state_dict(keep_vars=True)
         super().preprocess_model(model, dtype=dtype, **kwargs)
         if self.then is not None:
             self.then.preprocess_model(model, dtype=dtype, **kwargs)

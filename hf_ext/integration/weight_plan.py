@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,7 +16,7 @@ from transformers.core_model_loading import WeightConverter, WeightTransform
 
 from hf_ext.errors import CheckpointError
 from hf_ext.integration import compat
-from hf_ext.integration.decoding import AnyTensor, own_operations, unused
+from hf_ext.integration.decoding import AnyTensor, own_operations
 from hf_ext.integration.renaming import destinations
 from hf_ext.storage.names import Names, Ties
 from hf_ext.storage.source import TensorSource
@@ -35,9 +35,8 @@ class Loaded:
     def of(cls, target: str, names: dict[str, list[str]], converter: WeightTransform | None) -> Loaded:
         if isinstance(converter, AnyTensor) or not isinstance(converter, WeightConverter):
             return cls(target, names, None)
-        operations = own_operations(converter)
-        converter = unused(converter)
-        converter.operations = operations
+        converter = copy(converter)
+        converter.operations = own_operations(converter)
         return cls(target, names, converter)
 
     def all_names(self) -> list[str]:

@@ -12,7 +12,7 @@ from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
 from hf_ext.storage.checkpoint import Checkpoint
 from hf_ext.storage.delta.codec import decode_raw, decode_rows
 from hf_ext.storage.delta.file import CompressedFile
-from hf_ext.storage.delta.payload import STACKED, is_payload, peek_header
+from hf_ext.storage.delta.payload import STACKED, peek_header
 from hf_ext.storage.prefetch import threads_for
 from hf_ext.storage.safetensors_file import Entry, RawTensor
 from hf_ext.storage.source import TensorSource, rows_of
@@ -133,9 +133,9 @@ def decode_tensor(
             base.release(header.base_name)
 
 
-def payload_name(payload: torch.Tensor) -> str | None:
-    """Returns the name of the tensor encoded in this tensor of bytes; None if it is not a payload."""
-    return peek_header(payload.reshape(-1).cpu().numpy()).name if is_payload(payload) else None
+def payload_name(payload: torch.Tensor) -> str:
+    """Returns the name of the tensor encoded in this tensor of bytes, which is a payload."""
+    return peek_header(payload.reshape(-1).cpu().numpy()).name
 
 
 def base_tensor(base: TensorSource, name: str) -> RawTensor | None:
