@@ -14,15 +14,11 @@ import struct
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
-import zipnn
-import zstandard
-from pcodec import ChunkConfig, DeltaSpec, ModeSpec
-from pcodec import standalone as pco
 
 WORDS = {"fp32": np.uint32, "bf16": np.uint16, "fp16": np.uint16} | dict.fromkeys(("fp8_e4m3", "fp8_e5m2", "int8"), np.uint8)
 ZIPNN_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
@@ -30,12 +26,20 @@ ZIPNN_NAMES["int8"] = "float8_e4m3fn"  # pcodec does not support integers of one
 
 
 class OfThread(threading.local):
-    """A coder for each thread, because a coder serves only one thread at a time."""
+    """A coder for each thread, because a coder serves only one thread at a time. Imports a library with its first coder."""
 
-    def __init__(self):
-        self.zstd = zstandard.ZstdCompressor(level=3)
-        self.unzstd = zstandard.ZstdDecompressor()
-        self.zipnn = {dtype: zipnn.ZipNN(bytearray_dtype=name, threads=1) for dtype, name in ZIPNN_NAMES.items()}
+    @cached_property
+    def zstd(self):
+        return importlib.import_module("zstandard").ZstdCompressor(level=3)
+
+    @cached_property
+    def unzstd(self):
+        return importlib.import_module("zstandard").ZstdDecompressor()
+
+    @cached_property
+    def zipnn(self):
+        coder = importlib.import_module("zipnn").ZipNN
+        return {dtype: coder(bytearray_dtype=name, threads=1) for dtype, name in ZIPNN_NAMES.items()}
 
 
 of_thread = OfThread()
@@ -119,6 +123,9 @@ def zip_nn() -> Peer:
 
 def pcodec_delta() -> Peer:
     """Returns pcodec, at its default level, on the numbers' wrapping difference from the base, as ordered integers."""
+    from pcodec import ChunkConfig, DeltaSpec, ModeSpec
+    from pcodec import standalone as pco
+
     config = ChunkConfig(mode_spec=ModeSpec.classic(), delta_spec=DeltaSpec.no_op())
 
     def compress(x, base, dtype):
