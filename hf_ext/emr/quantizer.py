@@ -73,7 +73,7 @@ class _FirstTask(TensorSource):
     """The first task's tensors. Each tensor that it lacks comes from the first task that has it."""
 
     def __init__(self, merged: MergeFolder):
-        self.name = str(merged.folder)
+        self.name, self.digest = str(merged.folder), repr([file.record for file in merged.files.values()])
         self.merged = merged
         files = {task: merged.files[task] for task in reversed(merged.tasks)}
         self.holder = {name: task for task, file in files.items() for name in [*file.names(), *file.record.ties]}

@@ -1,11 +1,12 @@
 """Loading: `quant_method` in config.json makes Transformers call a `HfQuantizer`, and the one here decodes the checkpoint.
 
 The fast way decodes each payload when its turn comes (decoding.py). It depends on internals of Transformers. Where these have
-changed, the plain way decodes to temporary files first, and Transformers loads those.
+changed, the plain way decodes to temporary files first, and Transformers loads those. With HF_EXT_DECODED, these files stay.
 """
 
 from __future__ import annotations
 
+import os
 import weakref
 from abc import abstractmethod
 from functools import cache
@@ -22,6 +23,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from hf_ext.errors import CheckpointError, CorruptFileError
 from hf_ext.integration import compat, rehearsal, versions
+from hf_ext.storage.decoded import FOLDER, decoded_folder
 from hf_ext.storage.delta.file import KEY
 from hf_ext.storage.plain_writer import write_files
 from hf_ext.storage.safetensors_file import ComputedFile, SafetensorsFile
@@ -163,6 +165,12 @@ class DecodingQuantizer(HfQuantizer):
         if self.holds_plain_weights:
             self._load_plainly()
             return weight_conversions
+        if os.environ.get(FOLDER) and not rehearsal.is_running():
+            try:
+                self._load_from(decoded_folder(self.source.digest, self._decoded_files()))
+                return weight_conversions
+            except CheckpointError as error:
+                logger.warning_once(f"{error} The weights are decoded in memory.")
         try:
             rehearsal.require_success()
             from hf_ext.integration.decoding import Decoding
@@ -172,20 +180,24 @@ class DecodingQuantizer(HfQuantizer):
             if rehearsal.is_running():
                 raise
             compat.warn_of_plain_loading(error)
-            self._decode_to_files()
+            self.decoded = TemporaryDirectory(prefix="hf_ext-", ignore_cleanup_errors=True)
+            write_files(self._decoded_files(), Path(self.decoded.name), "Decoding")
+            self._load_from(Path(self.decoded.name))
             return weight_conversions
         return self.decoding.conversions
 
-    def _decode_to_files(self) -> None:
-        """Replaces the files that Transformers is about to load by plain ones of the same names."""
-        self.decoded = TemporaryDirectory(prefix="hf_ext-", ignore_cleanup_errors=True)
-        for i, path in enumerate(map(Path, self.files)):
+    def _decoded_files(self) -> list[ComputedFile]:
+        """Returns plain files for those that Transformers is about to load, under the same names."""
+        files = []
+        for path in map(Path, self.files):
             names = [name for name in SafetensorsFile(path).entries if name in self.source]
             tensors = {name: self.source.entry(name)[:2] for name in names}
-            write_files(
-                [ComputedFile(path.name, tensors, self.source.read, {"format": "pt"})], Path(self.decoded.name), "Decoding"
-            )
-            self.files[i] = str(Path(self.decoded.name, path.name))
+            files.append(ComputedFile(path.name, tensors, self.source.read, {"format": "pt"}))
+        return files
+
+    def _load_from(self, folder: Path) -> None:
+        """Replaces the files that Transformers is about to load by the plain ones of a folder."""
+        self.files[:] = [str(folder / Path(path).name) for path in self.files]
         self._load_plainly()
 
     def _load_plainly(self) -> None:

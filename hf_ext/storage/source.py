@@ -23,9 +23,11 @@ class TensorSource(ABC):
         name: folder, Hub id or another name for messages.
         revision: commit on the Hub; None for anything local.
         paths: the files of the source, then those of its bases; empty if the tensors come from memory.
+        digest: of sources that decode: a text that differs if the name or the contents of any tensor do.
     """
 
     name: str
+    digest: str
     revision: str | None = None
     paths: Sequence[Path] = ()
 

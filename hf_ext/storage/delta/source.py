@@ -31,7 +31,6 @@ class DeltaCheckpoint(TensorSource):
     Attributes:
         base: the base, plain or compressed, checked against the fingerprint that the files record; `NoBase` if they record
             none.
-        digest: a hash of the names and contents of all tensors.
 
     Args:
         opened: the checkpoint that the files were found by; defaults to their folder.

@@ -1,0 +1,70 @@
+"""Decoded files that stay on disk for later loads, in the folder that HF_EXT_DECODED names."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import xxhash
+
+from hf_ext.errors import CheckpointError, CorruptFileError
+from hf_ext.storage.files import staged_folder
+from hf_ext.storage.plain_writer import write_files
+from hf_ext.storage.safetensors_file import SafetensorsFile, TensorFile
+
+FOLDER, LIMIT = "HF_EXT_DECODED", "HF_EXT_DECODED_GB"  # of the environment
+ENTRY = "decoded-"  # begins the name of an entry, before 32 digits
+
+
+def decoded_folder(digest: str, files: Sequence[TensorFile]) -> Path:
+    """Returns a folder that holds these files. Decodes them unless an earlier load did.
+
+    Args:
+        digest: identifies the contents of the files.
+
+    Raises:
+        CheckpointError: there is no space for the files, they cannot be written, or another process is writing them.
+        HfExtError: a tensor cannot be decoded.
+    """
+    root = Path(os.environ[FOLDER]).expanduser().absolute()
+    entry = root / f"{ENTRY}{xxhash.xxh3_128_hexdigest(digest.encode())}"
+    if not _holds(entry, files):
+        with staged_folder(entry) as stage:
+            _make_room(root, stage, sum(tensor.nbytes for file in files for tensor in file.entries.values()))
+            write_files(files, stage, "Decoding")
+    with contextlib.suppress(OSError):  # of another user's folder
+        os.utime(entry)
+    return entry
+
+
+def _holds(entry: Path, files: Sequence[TensorFile]) -> bool:
+    try:
+        return all(SafetensorsFile(entry / file.path.name).header_bytes == file.header_bytes for file in files)
+    except CorruptFileError:
+        return False
+
+
+def _make_room(root: Path, stage: Path, size: int) -> None:
+    """Removes entries until a new one of this size fits, the least recently loaded first.
+
+    Raises:
+        CheckpointError: it would not fit after all of them. None is removed then.
+    """
+    try:
+        limit = float(os.environ.get(LIMIT, 100)) * 1e9
+    except ValueError:
+        raise CheckpointError(f"{LIMIT} is '{os.environ[LIMIT]}', not a number of GB.") from None
+    entries = [path for path in root.glob(f"*{ENTRY}{'[0-9a-f]' * 32}*") if path.is_dir() and path != stage]
+    entries.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+    sizes = {path: sum(file.stat().st_size for file in path.iterdir()) for path in entries}
+    if size > min(limit, shutil.disk_usage(root).free + sum(sizes.values())):
+        raise CheckpointError(
+            f"{size / 1e9:.1f} GB of decoded weights do not fit into {root}: {LIMIT} is {limit / 1e9:g}, and "
+            f"{shutil.disk_usage(root).free / 1e9:.1f} GB are free."
+        )
+    while entries and (size + sum(sizes.values()) > limit or size > shutil.disk_usage(root).free):
+        shutil.rmtree(oldest := entries.pop(), ignore_errors=True)
+        del sizes[oldest]
