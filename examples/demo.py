@@ -85,7 +85,9 @@ def main():
     print("Merging, compressing and loading …", flush=True)
     model.merge_and_unload().to(torch.bfloat16).save_pretrained(out / "fine-tune")
     tokenizer.save_pretrained(out / "fine-tune")
+    start = time.perf_counter()
     fm_delta.compress_checkpoint(out / "fine-tune", base, out / "compressed")
+    seconds = time.perf_counter() - start
     original, loaded = (AutoModelForCausalLM.from_pretrained(out / name) for name in ("fine-tune", "compressed"))
     same = [torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(original.parameters(), loaded.parameters())]
     after = test(loaded.float())
@@ -100,6 +102,8 @@ def main():
     sizes = {name: megabytes(out / name) for name in ("fine-tune", "compressed")}
     draw(curve, sizes, out / "demo.png")
     print(f"\nThe fine-tune takes {sizes['fine-tune']:.1f} MB. Compressed, it takes {sizes['compressed']:.1f} MB.")
+    speed = f"{seconds:.1f} s, {sizes['fine-tune'] / seconds:.0f} MB/s"
+    print(f"Compressing took {speed}; docs/fm_delta_performance.md has the speeds of other models and processors.")
     print(f"from_pretrained gives the same bits for both: {sum(same)} of {len(same)} tensors are equal.")
     print(f"The picture is {out / 'demo.png'}. All of this took {time.perf_counter() - began:.0f} s.")
     if not all(same):

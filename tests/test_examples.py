@@ -273,6 +273,7 @@ def test_demo(language_model, tmp_path):
         assert re.search(rf"^{row} *$", printed, re.M), row
     plain, compressed = map(float, re.search(r"takes ([\d.]+) MB. Compressed, it takes ([\d.]+) MB", printed).groups())
     assert compressed < plain
+    assert re.search(r"Compressing took [\d.]+ s, \d+ MB/s", printed)
     assert re.search(r"the same bits for both: (\d+) of \1 tensors are equal", printed)
     assert (tmp_path / "demo-out/demo.png").stat().st_size > 1000
 
