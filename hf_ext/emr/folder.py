@@ -14,7 +14,6 @@ import os
 import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -174,15 +173,17 @@ class MergeFolder:
 
     def keep(self, *tasks: str) -> None:
         """Reads into memory the elected weights, the base's, and these tasks' masks. There they stay for the next switch."""
-        if not self._elected:
-            sizes = {name: self.elected.entry(name).nbytes for name in self.elected.names() if self.is_elected(name)}
-            elected = dict(Prefetcher(self.elected.read, sizes))
-            self._priors = {name: self.prior(name) for name in sizes}  # views of the base's file, if plain and of that type
-            self._elected = elected
-        for task in tasks:
-            names = [name for name in self.files[task].record.modulated if (task, name) not in self._modulators]
-            read = Prefetcher(partial(self.modulator, task), {name: self._priors[name].size // 8 for name in names})
-            self._modulators |= {(task, name): modulator for name, modulator in read}
+        keys = [(task, name) for task in tasks for name in self.files[task].record.modulated]
+        sizes = {name: self.elected.entry(name).nbytes for task, name in keys if (task, name) not in self._modulators}
+
+        def read(name: str) -> tuple[RawTensor, np.ndarray, dict]:
+            elected = self._elected.get(name) or self.elected.read(name)
+            having = [task for task in tasks if name in self.files[task].record.modulated]
+            return elected, self.prior(name), {(task, name): self.modulator(task, name) for task in having}
+
+        for name, (elected, prior, modulators) in [*Prefetcher(read, sizes)]:
+            self._elected[name], self._priors[name] = elected, prior  # a view of the base's file, if plain and of that type
+            self._modulators |= modulators
 
     def target(self, task: str, to: str, name: str, live: np.ndarray) -> election.Target | None:
         """Returns the change of a weight in memory from one task's to another's, both of which are in memory.
