@@ -173,7 +173,7 @@ class Changes:
             yield None
         else:
             for source, tensor, raw in ((self._tuned, pair.tensor, tuned), (self._base, pair.twin, base)):
-                if not raw.to_torch().isfinite().all():
+                if not torch.stack(raw.to_torch().aminmax()).isfinite().all():
                     raise CheckpointError(
                         f"Tensor '{tensor}' of {source} holds values that are NaN or infinite. A LoRA requires finite weights."
                     )
@@ -257,7 +257,11 @@ class Changes:
                 ranks = aim.ranks(spectra)
                 missing = [name for name, rank in ranks.items() if rank == counts[name] < limits[name] and not aim.is_uniform]
                 counts |= {name: min(2 * counts[name], limits[name]) for name in missing}
-        return {name: self._factors(name, components.pop(name), rank) for name, rank in ranks.items() if rank}
+
+        def factor(name: str) -> Factors:  # in a thread of its own, as PyTorch's threads cost more than they save here
+            return self._factors(name, components.pop(name), ranks[name])
+
+        return dict(Prefetcher(factor, {name: self.cost(name) * rank for name, rank in ranks.items() if rank}))
 
     def _factors(self, name: str, components: Components, rank: int) -> Factors:
         dtype, root = torch_dtype(self.dtype(name)), torch.from_numpy(components.values[:rank] / components.scale).sqrt()

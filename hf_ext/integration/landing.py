@@ -13,6 +13,7 @@ from copy import deepcopy
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import numpy as np
 import torch
 from peft import LoraConfig, PeftModel
 from peft.utils import get_peft_model_state_dict
@@ -23,6 +24,7 @@ from hf_ext.errors import CheckpointError
 from hf_ext.integration import compat
 from hf_ext.integration.adapter_source import fill_with_nothing
 from hf_ext.storage.layout import ADAPTER
+from hf_ext.storage.safetensors_file import RawTensor
 
 PREFIX = "base_model.model."  # of all names in PEFT's files
 
@@ -44,7 +46,8 @@ def lost(model: PreTrainedModel, folder: Path, tokens: int | None = None) -> set
     fill_with_nothing(skeleton)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        loaded = PeftModel.from_pretrained(skeleton, folder, low_cpu_mem_usage=True, torch_device="cpu")
+        options = {"low_cpu_mem_usage": True, "torch_device": "cpu", "autocast_adapter_dtype": False}
+        loaded = PeftModel.from_pretrained(skeleton, folder, **options)
         state = get_peft_model_state_dict(loaded, save_embedding_layers=False)
     saved = load_file(folder / ADAPTER)
     differing = {name for name in state.keys() & saved.keys() if not _is_same(state[name], saved[name])}
@@ -104,4 +107,6 @@ def layers_that_load(
 
 
 def _is_same(loaded: torch.Tensor, saved: torch.Tensor) -> bool:
-    return loaded.shape == saved.shape and not loaded.is_meta and torch.equal(loaded.float(), saved.float())
+    if loaded.shape != saved.shape or loaded.is_meta:
+        return False
+    return np.array_equal(*(RawTensor.from_torch(tensor.to(saved.dtype)).data for tensor in (loaded, saved)))
