@@ -109,4 +109,5 @@ def layers_that_load(
 def _is_same(loaded: torch.Tensor, saved: torch.Tensor) -> bool:
     if loaded.shape != saved.shape or loaded.is_meta:
         return False
-    return np.array_equal(*(RawTensor.from_torch(tensor.to(saved.dtype)).data for tensor in (loaded, saved)))
+    values, expected = (RawTensor.from_torch(tensor.to(saved.dtype)).data for tensor in (loaded, saved))
+    return np.array_equal(values, expected)
