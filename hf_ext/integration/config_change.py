@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from copy import deepcopy
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -86,16 +88,26 @@ def change_between(
     if configs[0] != configs[1]:
         after = compat.config_of(kind, configs[1])
         if _structure(configs[0]) != _structure(configs[1]) or before.num_labels != after.num_labels:
-            with torch.device("meta"), compat.no_init_weights():  # the sizes that the class itself gives
-                models = [compat.model_of(type(model), config) for config in (before, after)]
-            shapes = {name: tensor.shape for name, tensor in models[1].state_dict().items()}
-            sizes = _sizes(*(dict(model.named_modules()) for model in models))
+            texts = map(json.dumps, configs)
+            (before, first), (after, second) = (_skeleton(type(model), kind, text) for text in texts)  # type: ignore[arg-type]
+            shapes = {name: tensor.shape for name, tensor in second.state_dict().items()}
+            sizes = _sizes(dict(first.named_modules()), dict(second.named_modules()))
     if generation[0] != generation[1] and model.can_generate():
         try:
             settings = compat.generation_of(generation[1]) if generation[1] else GenerationConfig.from_model_config(after)
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"The generation_config.json to switch to cannot be read: {error}") from error
     return ConfigChange(before, after, shapes, sizes, settings)
+
+
+@lru_cache(maxsize=4)  # of those that a program switches between
+def _skeleton(
+    model: type[PreTrainedModel], kind: type[PretrainedConfig], text: str
+) -> tuple[PretrainedConfig, PreTrainedModel]:
+    """Returns the configuration of a config.json, as the class of a model changes it, and its model without weights."""
+    config = compat.config_of(kind, json.loads(text))
+    with torch.device("meta"), compat.no_init_weights():
+        return config, compat.model_of(model, config)
 
 
 def _structure(config: dict) -> dict:

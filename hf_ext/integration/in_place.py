@@ -163,10 +163,13 @@ class LiveWeights:
         names = loaded.all_names()
         memory = self.memory(loaded, source.entry(names[0]))
         with torch.inference_mode(False):
-            if memory is not None and source.read(names[0], memory).data is memory:
+            if memory is None:
+                self.set(loaded.tensors(self.model, source))
+            else:
+                data = source.read(names[0], memory).data
+                if data is not memory:  # it is mapped from a file, for instance
+                    memory[:] = data
                 torch.autograd.graph.increment_version(self.tensors[loaded.target])
-                return
-            self.set(loaded.tensors(self.model, source))
         for name in names:
             source.release(name)
 
