@@ -13,9 +13,9 @@ import torch
 
 from hf_ext.errors import CheckpointError, HfExtError
 from hf_ext.storage.delta.change import Change, ScaledChange
-from hf_ext.storage.delta.low_rank import MOST_ENERGY, Components, leading
+from hf_ext.storage.delta.low_rank import MOST_ENERGY, singular
 from hf_ext.storage.native import FLOATS, WIDTHS, cast
-from hf_ext.storage.prefetch import Prefetcher, progress, threads_for
+from hf_ext.storage.prefetch import Prefetcher, progress
 from hf_ext.storage.safetensors_file import torch_dtype
 from hf_ext.storage.source import TensorSource, rows_of
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 DEFAULT_RANK = 32
 LEAST_SQUARE = 1e-30  # mean square of a change below which single precision may lose squares
+ITERATIONS, OVERSAMPLING = 4, 8  # of `leading`; directions beyond one and a quarter times the rank
 
 
 class Spectrum(NamedTuple):
@@ -85,6 +86,17 @@ class Aim:
         else:
             taken = int((costs[order].cumsum() <= (self.max_size or 0)).sum())
         return dict(zip(spectra, np.bincount(layers[order[:taken]], minlength=len(counts)).tolist()))
+
+
+class Components(NamedTuple):
+    """The leading singular components of a change: values in decreasing order, left vectors (rows × components) and right ones
+    (components × columns). `energy` is the sum of all squares, `scale` the factor of the change that was decomposed."""
+
+    values: np.ndarray
+    left: torch.Tensor
+    right: torch.Tensor
+    energy: float
+    scale: float
 
 
 class Factors(NamedTuple):
@@ -218,20 +230,12 @@ class Changes:
         return [*rows.tolist(), *range(base, tuned)]
 
     def components(self, name: str, count: int) -> Components:
-        """Returns the leading singular components of a change, somewhat more than `count`.
-
-        Raises:
-            CheckpointError: the change is too large.
-        """
+        """Returns the leading singular components of a change, at most `count`."""
         with self.change(name) as change:
             if change is None:
                 rows, columns = self.shape(name)
-                none = torch.empty(0, 0)
-                return Components(np.empty(0), none.new_empty(columns, 0), none.new_empty(rows, 0), none, 0.0, 0)
-            components = leading(change, count, threads_for(self.cost(name)))
-        if components is None:
-            raise CheckpointError(f"The change of '{name}' of {self._tuned} is too large to decompose.")
-        return components._replace(scale=change.scale)
+                return Components(np.empty(0), torch.empty(rows, 0), torch.empty(0, columns), 0.0, 1.0)
+            return leading(change, count)
 
     def factors(self, names: Iterable[str], aim: Aim) -> dict[str, Factors]:
         """Returns the LoRA of each matrix that gets a rank. Computes further components where their choice needs them."""
@@ -251,7 +255,7 @@ class Changes:
                     components[name] = parts
                     bar.update(not ranks)
                 spectra = {
-                    name: Spectrum(parts.values[: counts[name]] / parts.scale, parts.energy / parts.scale**2, self.cost(name))
+                    name: Spectrum(parts.values / parts.scale, parts.energy / parts.scale**2, self.cost(name))
                     for name, parts in components.items()
                 }
                 ranks = aim.ranks(spectra)
@@ -265,7 +269,7 @@ class Changes:
 
     def _factors(self, name: str, components: Components, rank: int) -> Factors:
         dtype, root = torch_dtype(self.dtype(name)), torch.from_numpy(components.values[:rank] / components.scale).sqrt()
-        exact = components.left(rank).double() * root, components.right(rank).double() * root[:, None]
+        exact = components.left[:, :rank].double() * root, components.right[:rank].double() * root[:, None]
         left, right = (factor.to(dtype) for factor in exact)
         if not (left.isfinite().all() and right.isfinite().all()):
             raise CheckpointError(f"The change of '{name}' of {self._tuned} is too large for a LoRA in {self.dtype(name)}.")
@@ -278,3 +282,29 @@ class Changes:
         kept = 2 * product(exact, rounded) - product(rounded, rounded)
         left = torch.nn.functional.pad(left, (0, 0, 0, self._all_rows(name)[1] - len(left)))  # rows that only the base has
         return Factors(left, right, components.energy / components.scale**2, kept)
+
+
+def leading(change: Change, count: int) -> Components:
+    """Returns the leading singular components of a change, at most `count`, by randomized subspace iteration (Halko,
+    Martinsson, Tropp 2011) with dynamic shifts (arXiv 2404.09276). Memory: a band of rows and the vectors.
+
+    The smallest singular value of an image is at most λ, the eigenvalue of the same index. With half of it subtracted from all
+    eigenvalues, those below λ keep smaller magnitudes than λ, and those above λ grow faster in comparison.
+    """
+    rows, columns = change.shape
+    width = min(count + count // 4 + OVERSAMPLING, rows, columns)
+    basis, shift = torch.randn(columns, width, generator=torch.Generator().manual_seed(0), dtype=torch.float32), 0.0
+    for i in range(ITERATIONS):
+        image = basis * -shift
+        for band in change.bands():
+            part = change.rows(band)[0]
+            image.addmm_(part.T, part @ basis)
+        basis, triangle = torch.linalg.qr(image)
+        if 0 < i < ITERATIONS - 1:  # the first basis is not orthonormal, the last one needs no shift
+            shift = max(shift, (shift + float(torch.linalg.svdvals(triangle)[-1])) / 2)
+    reduced = torch.cat([change.rows(band)[0] @ basis for band in change.bands()])
+    near = reduced.double()
+    values, turn = singular(near.T @ near)
+    values, turn = values[:count], turn[:, :count]
+    left = reduced @ (turn / torch.from_numpy(values).float())
+    return Components(values, left, (basis @ turn).T, change.energy, change.scale)
