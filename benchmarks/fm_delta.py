@@ -11,20 +11,19 @@ import argparse
 import statistics
 import tempfile
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from fine_tunes import FILES, minilm
-from measuring import TORCH, fresh, in_turns, one_thread, peak_of, print_table, run_sections, timed
+from measuring import TORCH, fresh, in_turns, one_thread, peak_of, print_table, run_sections
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from sections.alone import alone
 from sections.experts import experts
 from sections.links import cold, links
 from sections.load_from_hub import empty_model, load_and_read
-from sections.pairs import QUANTIZED, Pair, compress_checked, load_pairs, measure, ours, speed_row, write_models
+from sections.pairs import QUANTIZED, Pair, all_ours, compress_checked, load_pairs, measure, ours, speed_row, write_models
 from sections.peers import Peer, all_peers, zstd_xor_planes
 from sections.scale import SHAPES, scale
 from sections.switching import switching
@@ -34,7 +33,6 @@ from transformers.utils import logging
 
 from hf_ext.display import new_figure, save_figure
 from hf_ext.fm_delta import compress_checkpoint, find_base, inspect
-from hf_ext.storage.native import _native
 
 YARDSTICK = "fm-delta"
 
@@ -95,42 +93,9 @@ def sizes(tasks: dict[str, list[Pair]], dtype: str) -> dict:
 
 
 def speed(args: argparse.Namespace, dtype: str) -> dict:
-    """Returns MB of original per second on the dense matrices of the first task, as {peer: {direction: [one number a round]}}.
-
-    All peers run in every round, each round from another first peer; an untimed round before warms up and verifies.
-    """
+    """Returns results for the dense matrices of the first task: percent of the original, and MB/s on one thread."""
     pairs = [pair for pair in load_pairs(args.pairs / args.tasks[0], dtype) if pair.dense]
-    megabytes = sum(pair.x.nbytes for pair in pairs) / 1e6
-    variants = [ours(), ours(level=1), *(ours(instructions=each) for each in _native.instruction_sets()[1:-1])]
-    twice = [replace(peer, name=f"{peer.name}, 2 threads") for peer in variants[:2]]
-    peers = [*variants, *twice, *all_peers()]
-    with one_thread():
-        blobs = {peer.name: compress_checked(peer, pairs, dtype) for peer in peers}
-
-    def compress(peer, mapping):
-        list(mapping(lambda pair: peer.compress(pair.x, pair.base, dtype), pairs))
-
-    def decompress(peer, mapping):
-        list(mapping(lambda pair, blob: peer.decompress(blob, pair.base, dtype, pair.x.shape), pairs, blobs[peer.name]))
-
-    results = {peer.name: {"compress": [], "decompress": []} for peer in peers}
-    with one_thread(), ThreadPoolExecutor(2) as pool:  # as whole checkpoints are worked on: a tensor a thread
-        for i in range(args.runs):
-            for peer in peers[i % len(peers) :] + peers[: i % len(peers)]:
-                mapping = pool.map if peer.name.endswith("threads") else map
-                results[peer.name]["compress"].append(megabytes / timed(compress, peer, mapping))
-                results[peer.name]["decompress"].append(megabytes / timed(decompress, peer, mapping))
-
-    rows = []
-    for name, directions in results.items():
-        row = [name]
-        for direction, speeds in directions.items():
-            ratios = [a / b for a, b in zip(speeds, results[YARDSTICK][direction])] if YARDSTICK in results else []
-            row += [f"{statistics.median(speeds):.0f}", f"{statistics.median(ratios):.2f}" if ratios else ""]
-        rows.append(row)
-    title = f"{dtype}, dense of {args.tasks[0]}: MB of original per second, median of {args.runs} rounds"
-    print_table(title, ["codec", "compress", "× fm-delta", "decompress", "× fm-delta"], rows)
-    return results
+    return speeds(f"{dtype}, dense of {args.tasks[0]}", pairs, dtype, [*all_ours(), *all_peers()], args.runs)
 
 
 def load(args: argparse.Namespace, dtype: str) -> dict:
@@ -255,10 +220,10 @@ def language_model(args: argparse.Namespace) -> dict:
     {peer: {…}}}."""
     if args.lm is None:
         raise SystemExit("the section language_model needs --lm, the folder that benchmarks/language_model.py makes")
-    peers, results = [ours(), ours(level=1), *all_peers()], {}
+    peers, results = [*all_ours(), *all_peers()], {}
     for name in ("full", "lora", "light"):
         pairs = load_pairs(args.lm / name, "bf16", args.lm / "base")
-        results[name] = speeds(f"SmolLM2-135M, {name}, bf16", pairs, "bf16", peers, 1)
+        results[name] = speeds(f"SmolLM2-135M, {name}, bf16", pairs, "bf16", peers, args.runs)
     return results
 
 

@@ -91,6 +91,12 @@ def ours(level: int = DEFAULT_LEVEL, instructions: str = BEST) -> Peer:
     return Peer(", ".join(filter(None, names)), compress, decompress)
 
 
+def all_ours() -> list[Peer]:
+    """Returns our codec at its default level and at level 1, with each instruction set of processors with vectors."""
+    sets = _native.instruction_sets()[:0:-1]
+    return [ours(level, instructions) for instructions in sets for level in (DEFAULT_LEVEL, 1)]
+
+
 def compress_checked(peer: Peer, pairs: list[Pair], dtype: str) -> list[bytes]:
     """Compresses every tensor and stops the run unless each comes back bit for bit."""
     blobs = [peer.compress(pair.x, pair.base, dtype) for pair in pairs]

@@ -55,10 +55,8 @@ def fresh_memory(size: int) -> np.ndarray:
 
 
 def populate(memory: np.ndarray) -> np.ndarray:
-    """Brings in the pages of a tensor's memory and returns it.
-
-    On Linux, one call does so for a small tensor, in two thirds of the time that a fault for each page takes.
-    """
+    """Brings in the pages of a tensor's memory and returns it. On Linux, one call does so for a small tensor: a fault for each
+    page takes longer."""
     size, start = memory.size, memory.ctypes.data
     begin, end = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, (start + size) // mmap.PAGESIZE * mmap.PAGESIZE
     if sys.platform == "linux" and begin < end and size <= POPULATED:
