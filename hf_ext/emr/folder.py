@@ -292,18 +292,16 @@ class MergeFolder:
         for file in self.files.values():
             file.require_whole()
 
-    def tensor(self, task: str, name: str, memory: np.ndarray | None = None) -> RawTensor:
-        """Returns a tensor of a task's model, in memory of its own; in `memory` if it is made there."""
+    def tensor(self, task: str, name: str) -> RawTensor:
+        """Returns a tensor of a task's model, in memory of its own."""
         file = self.files[task]
         name = file.record.ties.get(name, name)
         if OWN + name in file.entries:
             tensor = file.read(OWN + name)
             return replace(tensor, data=tensor.data.copy())
-        if memory is not None and memory.size != self.elected.entry(name).nbytes:  # the task has more or fewer rows
-            memory = None
         if name not in file.record.modulated:
-            return self.elected.read(name, memory)
-        source = self._elected.get(name) or self.elected.read(name, memory)
+            return self.elected.read(name)
+        source = self._elected.get(name) or self.elected.read(name)
         out = np.empty_like(source.data) if name in self._elected else source.data
         modulator = self.modulator(task, name)
         election.modulate(source.dtype, self.prior(name), source.data, *modulator, out, threads_for(out.size))
@@ -388,7 +386,7 @@ class TaskSource(TensorSource):
         return self._merged.entry(self._task, name)
 
     def read(self, name: str, out: np.ndarray | None = None) -> RawTensor:
-        return self._merged.tensor(self._task, name, out)
+        return self._merged.tensor(self._task, name)
 
     def __contains__(self, name: object) -> bool:
         return name in self._merged.files[self._task].record.ties or super().__contains__(name)

@@ -85,4 +85,4 @@ class _FirstTask(TensorSource):
         return self.merged.entry(self.holder[name], name)
 
     def read(self, name: str, out: np.ndarray | None = None) -> RawTensor:
-        return self.merged.tensor(self.holder[name], name, out)
+        return self.merged.tensor(self.holder[name], name)

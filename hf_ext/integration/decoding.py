@@ -23,11 +23,9 @@ from transformers.core_model_loading import (
 
 from hf_ext.errors import HfExtError
 from hf_ext.integration import compat
-from hf_ext.integration.renaming import Destination, destinations
+from hf_ext.integration.renaming import destinations
 from hf_ext.storage.delta.source import payload_name
-from hf_ext.storage.mapped import blocks, populate
 from hf_ext.storage.prefetch import Prefetcher
-from hf_ext.storage.safetensors_file import RawTensor, safetensors_dtype
 
 
 class Decoding:
@@ -65,20 +63,8 @@ class Decoding:
                 converter.operations = [Decode(self, converter), *converter.operations]
                 converter.force_cpu = self.works_on_cpu
                 converter.quantization_operation = Quantize(quantizer)
-        sizes = {name: source.entry(name).nbytes for name in places}
-        self.memory = blocks({name: sizes[name] for name, place in places.items() if self._is_weight(name, place)})
         # Decoding runs ahead of loading, in the same order.
-        self.tensors = Prefetcher(self._read, sizes)
-
-    def _is_weight(self, name: str, place: Destination) -> bool:
-        """Checks whether a tensor becomes a weight as it is, so that it stays in the memory that it is decoded into."""
-        entry, weight = self.quantizer.source.entry(name), self.expected[place.target]
-        is_same = entry[:2] == (safetensors_dtype(weight.dtype), tuple(weight.shape))
-        return is_same and place.pattern is None and self.works_on_cpu
-
-    def _read(self, name: str) -> RawTensor:
-        memory = self.memory.pop(name, None)
-        return self.quantizer.source.read(name, None if memory is None else populate(memory))
+        self.tensors = Prefetcher(source.read, {name: source.entry(name).nbytes for name in places})
 
     def decode(self, name: str, payload: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Returns a tensor in this type, on the device of its payload. Keeps an error until loading ends, where it can be

@@ -8,7 +8,6 @@ import os
 import pickle
 import shutil
 import threading
-import weakref
 from functools import cache
 from pathlib import Path
 
@@ -48,7 +47,7 @@ from transformers import (
 
 from hf_ext import BaseModelError, CheckpointError, CorruptFileError, QPissaConfig, fm_delta
 from hf_ext.integration import quantizer
-from hf_ext.storage import DeltaCheckpoint, mapped, prefetch
+from hf_ext.storage import DeltaCheckpoint, prefetch
 from hf_ext.storage.delta.file import CompressedFile
 from hf_ext.storage.delta.payload import STACKED
 
@@ -396,19 +395,6 @@ def test_the_loaded_model_casts_copies_and_pickles(folder_of):
         assert_same_weights(way(model), plain)
     assert_same_weights(model.half(), plain.half())
     assert_same_weights(model.float().to(torch.bfloat16), plain.float().to(torch.bfloat16))
-
-
-def test_weights_share_blocks_of_memory_that_are_freed_with_the_last_one():
-    sizes = {"a": 3, "b": 0, "c": 65, "large": mapped.BLOCK, "d": 5}
-    memory = mapped.blocks(sizes)
-    assert {name: part.size for name, part in memory.items()} == sizes
-    blocks = {name: weakref.ref(part.base) for name, part in memory.items()}
-    assert blocks["a"]() is blocks["c"]() and blocks["large"]() is not blocks["d"]()
-    for name in ("a", "b", "large"):
-        del memory[name]
-    assert blocks["large"]() is None and blocks["c"]() is not None
-    del memory["c"]
-    assert blocks["a"]() is None
 
 
 def train_step(model) -> float:
