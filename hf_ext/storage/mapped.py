@@ -48,10 +48,8 @@ class MappedFile:
 
 
 def fresh_memory(size: int) -> np.ndarray:
-    """Returns uninitialized memory for a tensor of this size in bytes.
-
-    On Linux, one call brings in all pages of a small tensor, in two thirds of the time that a fault for each page takes.
-    """
+    """Returns uninitialized memory for a tensor of this size in bytes. On Linux, one call brings in the pages of a small one:
+    a fault for each page takes longer."""
     memory = np.empty(size, np.uint8)
     start = memory.ctypes.data
     begin, end = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, (start + size) // mmap.PAGESIZE * mmap.PAGESIZE
