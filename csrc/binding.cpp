@@ -5,9 +5,11 @@
 #include <Python.h>
 
 #include <chrono>
+#include <cmath>
 #include <new>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "common/floats.h"
 #include "common/instruction_sets.h"
@@ -15,6 +17,7 @@
 #include "delta/codec.h"
 #include "delta/geometric_tables.h"
 #include "delta/symbol_model.h"
+#include "delta/weighted_fit.h"
 #include "emr/emr.h"
 
 namespace hf_ext {
@@ -311,19 +314,41 @@ PyObject* subtract(PyObject*, PyObject* args) {
     Py_RETURN_NONE;
 }
 
-PyObject* weigh(PyObject*, PyObject* args) {
-    PyObject *tensor_object, *weights_object;
-    Buffer tensor, weights;
-    int dtype, top, most;
-    if (!PyArg_ParseTuple(args, "OiiiO:weigh", &tensor_object, &dtype, &top, &most, &weights_object)) return nullptr;
-    if (!tensor.open(tensor_object, 0) || !weights.open(weights_object, PyBUF_WRITABLE)) return nullptr;
+PyObject* fit_rows(PyObject*, PyObject* args) {
+    PyObject *tensor_object, *base_object, *fixed_object, *inverse_object, *own_object;
+    Buffer tensor, base, fixed, inverse, own;
+    delta::WeightedChange change{};
+    Py_ssize_t length;
+    int by_columns, steps, threads = 1;
+    if (!PyArg_ParseTuple(args, "OOiniipOOOi|i:fit_rows", &tensor_object, &base_object, &change.dtype, &length, &change.top,
+                          &change.most, &by_columns, &fixed_object, &inverse_object, &own_object, &steps, &threads))
+        return nullptr;
+    if (!tensor.open(tensor_object, 0) || !base.open(base_object, 0) || !fixed.open(fixed_object, 0) ||
+        !inverse.open(inverse_object, 0) || !own.open(own_object, PyBUF_WRITABLE))
+        return nullptr;
     if (!run([&] {
-            const size_t width = size_t(hf_ext::width(dtype)), values = width ? tensor.bytes() / width : 0;
-            if (!width || tensor.bytes() != values * width || weights.bytes() != values * sizeof(float))
-                throw std::invalid_argument("the buffers of the tensor and the weights have the wrong size");
-            if (most < 0 || most > 60 || std::abs(top) > 2000)
+            const size_t row = length < 1 ? 0 : size_t(hf_ext::width(change.dtype)) * size_t(length);
+            if (!row || tensor.bytes() % row || base.bytes() != tensor.bytes() || !tensor.bytes())
+                throw std::invalid_argument("the buffers of the tensor and its base have the wrong type or size");
+            change.tensor = tensor.view.buf;
+            change.base = base.view.buf;
+            change.by_columns = by_columns;
+            change.length = size_t(length);
+            change.rows = tensor.bytes() / row;
+            const auto rank = size_t(std::lround(std::sqrt(double(inverse.bytes() / sizeof(float)))));
+            if (!rank) throw std::invalid_argument("the factors' buffers have the wrong sizes");
+            const size_t fixed_rows = fixed.bytes() / (rank * sizeof(float));
+            if (by_columns) {
+                change.step = fixed_rows ? change.rows / fixed_rows : 0;
+                change.rows = std::exchange(change.length, fixed_rows);
+            }
+            if (inverse.bytes() != rank * rank * sizeof(float) || fixed.bytes() != rank * change.length * sizeof(float) ||
+                own.bytes() != rank * change.rows * sizeof(float) || (by_columns && !change.step))
+                throw std::invalid_argument("the factors' buffers have the wrong sizes");
+            if (change.most < 0 || change.most > 60 || std::abs(change.top) > 2000)
                 throw std::invalid_argument("the limits of weights are impossible");
-            delta::weigh(dtype, tensor.view.buf, values, top, most, static_cast<float*>(weights.view.buf));
+            delta::fit_rows(change, static_cast<const float*>(fixed.view.buf), static_cast<const float*>(inverse.view.buf),
+                            rank, steps, static_cast<float*>(own.view.buf), threads);
         }))
         return nullptr;
     Py_RETURN_NONE;
@@ -484,8 +509,10 @@ PyMethodDef METHODS[] = {
     {"subtract", subtract, METH_VARARGS,
      "subtract(tensor, base, dtype, row_length, change, energies): fills float32 changes and the float64 sums of the squares "
      "of each row"},
-    {"weigh", weigh, METH_VARARGS,
-     "weigh(tensor, dtype, top, most, weights): fills float32 weights, which grow as the spacing of the values shrinks"},
+    {"fit_rows", fit_rows, METH_VARARGS,
+     "fit_rows(tensor, base, dtype, row_length, top, most, by_columns, fixed, inverse, own, steps, threads=1): improves the "
+     "rows' float32 "
+     "factors `own` of a product that approximates tensor - base, given those of the columns"},
     {"count_symbols", count_symbols, METH_VARARGS,
      "count_symbols(tensor, base | None, dtype, row_length, base_values) -> uint64 counts"},
     {"default_tables", default_tables, METH_NOARGS,

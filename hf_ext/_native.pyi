@@ -57,9 +57,27 @@ def subtract(tensor: Buffer, base: Buffer, dtype: int, row_length: int, change: 
     """Fills `change` (float32) with tensor - base, or 0 where that is not finite, and `energies` (float64) with the sum of the
     squares of each row."""
 
-def weigh(tensor: Buffer, dtype: int, top: int, most: int, weights: Buffer, /) -> None:
-    """Fills `weights` (float32) with 4 to the power of how far the exponent of each value's spacing is below `top`, limited to
-    0 and `most` (at most 60)."""
+def fit_rows(
+    tensor: Buffer,
+    base: Buffer,
+    dtype: int,
+    row_length: int,
+    top: int,
+    most: int,
+    by_columns: bool,
+    fixed: Buffer,
+    inverse: Buffer,
+    own: Buffer,
+    steps: int,
+    threads: int = 1,
+    /,
+) -> None:
+    """Improves the rows' factors `own` (float32, rows × rank) of a product that approximates tensor - base, by steps of
+    conjugate gradients for weighted least squares; with `by_columns`, the columns' factors.
+
+    A value weighs 4 to the power of how far the exponent of its spacing is below `top`, limited to 0 and `most` (at most 60).
+    `fixed` has the other side's factors (float32, length × rank; with `by_columns` perhaps those of every n-th row only),
+    `inverse` about the inverse of their Gram matrix."""
 
 def count_symbols(
     tensor: Buffer, base: Buffer | None, dtype: int, row_length: int, base_values: int, threads: int = 1, /

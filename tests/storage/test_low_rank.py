@@ -306,14 +306,14 @@ def test_the_rank_is_that_of_the_change_where_the_rest_is_noise():
         assert low_rank.best_rank(components.values, components.energy, change.shape, fine_grid()) == rank
 
 
-@pytest.mark.parametrize("rank, width", [(0, 0), (1, 16), (6, 16), (14, 32), (40, 64)])
-def test_a_sample_of_the_rows_shows_about_the_rank(rank, width):
-    """The first look is at 160 rows, the next ones at more."""
+@pytest.mark.parametrize("rank", [0, 1, 6, 14, 40])
+def test_a_sample_of_the_rows_shows_about_the_rank(rank):
+    """The first look is at 64 rows, the next ones at more. Some more vectors than pay are returned."""
     draw = torch.Generator().manual_seed(9)
     tensor = torch.randn(3000, rank, generator=draw) @ torch.randn(rank, 256, generator=draw) * 2e-3
     tensor += torch.randn(3000, 256, generator=draw) * 1e-3
     start = low_rank.glance(change_of(tensor, torch.zeros_like(tensor)), fine_grid(), low_rank.MAX_RANK)
-    assert (0 if start is None else start.shape[1]) == width
+    assert (start is None) if rank == 0 else rank < start.shape[1] <= rank + 10
 
 
 def test_no_more_than_a_sample_is_read_where_nothing_pays(monkeypatch):
@@ -333,13 +333,40 @@ def test_no_more_than_a_sample_is_read_where_nothing_pays(monkeypatch):
 
 
 @every_type
-def test_a_value_weighs_more_the_finer_its_type_resolves_it(code):
-    exponents = np.array([-12, -5, -1, 0, 0, 3, 3])
-    values = floats(np.array([1, -1.5, 1.25, 1, -1.75, 1, -1.5]) * 2.0**exponents, code)
-    weights = np.empty(len(values), np.float32)
-    top = -{FP32: 23, FP16: 10, BF16: 7, FP64: 52}[code]
-    _native.weigh(values, code, top, 6, weights)
-    np.testing.assert_array_equal(weights, 4.0 ** np.clip(-exponents, 0, 6))
+@pytest.mark.parametrize("by_columns", [False, True])
+def test_the_fit_of_one_side_solves_weighted_least_squares(code, by_columns):
+    """As many steps as there are components find the solution. The weight grows by 4 with each exponent below `top`."""
+    draw, shape, most = np.random.default_rng(16), (67, 29), 3
+    exponents = draw.integers(-3, 3, shape)
+    numbers, others = (draw.choice([-1.5, -1.0, 1.0, 1.25], shape) * 2.0**powers for powers in (exponents, exponents - 2))
+    weights = 4.0 ** np.clip(1 - exponents, 0, most)
+    fixed = draw.normal(size=(shape[0] if by_columns else shape[1], 3)).astype(np.float32)
+    expected = [
+        np.linalg.lstsq(fixed * np.sqrt(row)[:, None], change * np.sqrt(row), rcond=None)[0]
+        for row, change in zip(*(matrix.T if by_columns else matrix for matrix in (weights, numbers - others)))
+    ]
+    inverse = np.linalg.inv(fixed.T @ fixed)
+    top = 1 - {FP32: 23, FP16: 10, BF16: 7, FP64: 52}[code]
+    tensor, base = (floats(matrix.ravel(), code) for matrix in (numbers, others))
+    for instructions, threads in product(_native.instruction_sets(), (1, 2)):
+        own, before = np.zeros((len(expected), 3), np.float32), _native.use(instructions)
+        try:
+            _native.fit_rows(tensor, base, code, shape[1], top, most, by_columns, fixed, inverse, own, 3, threads)
+        finally:
+            _native.use(before)
+        np.testing.assert_allclose(own, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_sides_of_the_wrong_size_are_refused():
+    matrix, side = np.zeros((4, 6), np.uint16), np.zeros((6, 2), np.float32)
+    for sizes in ((5, 2, 4), (6, 3, 4), (6, 2, 5), (0, 2, 4)):
+        arrays = (np.zeros((size, 2), np.float32) for size in sizes)
+        with pytest.raises(TypeError, match="wrong sizes"):
+            _native.fit_rows(matrix, matrix, BF16, 6, 0, 6, False, *arrays, 1)
+    with pytest.raises(TypeError, match="wrong type or size"):
+        _native.fit_rows(matrix, matrix[1:], BF16, 6, 0, 6, False, side, side[:2], side[:4], 1)
+    with pytest.raises(TypeError, match="impossible"):
+        _native.fit_rows(matrix, matrix, BF16, 6, 0, 61, False, side, side[:2], side[:4], 1)
 
 
 @pytest.mark.parametrize("rank", [1, 5, 24])
@@ -353,7 +380,7 @@ def test_the_fit_finds_factors_that_rounding_hides(rank):
     left, values, right = torch.linalg.svd(part, full_matrices=False)
     start = left[:, :rank] * values[:rank].sqrt(), right[:rank] * values[:rank].sqrt()[:, None]
     before = float((start[0] @ start[1] - exact).square().mean())
-    left, right = weighted_fit.fit(change, *start, top=-11, level=2)
+    left, right = weighted_fit.fit(change, *start, spacings=np.arange(-17, -10), level=2)
     assert float((left @ right - exact).square().mean()) < 0.7 * before
 
 
@@ -373,12 +400,10 @@ def tall_pair() -> tuple[torch.Tensor, torch.Tensor]:
     return base + change.bfloat16(), base
 
 
-def test_factors_from_a_sample_of_the_rows_are_as_good(monkeypatch):
+def test_a_matrix_of_many_rows_has_a_low_rank_change():
     tensor, base = tall_pair()
     whole = storage.encode(tensor, base)
     assert len(whole) < 0.7 * len(storage.encode(tensor, base, level=1)) and bits(storage.decode(whole, base)) == bits(tensor)
-    monkeypatch.setitem(weighted_fit.SAMPLE, 2, 1 << 19)
-    assert len(storage.encode(tensor, base)) < 1.01 * len(whole)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of the memory from /proc")

@@ -14,7 +14,6 @@ from hf_ext.storage.prefetch import check_awaited
 from hf_ext.storage.safetensors_file import torch_dtype
 
 PIECE = 1 << 18  # values whose change is computed at once
-FINEST = 6  # limit of a spacing's exponent below the largest: otherwise a few values would outweigh all others
 
 
 class Change:
@@ -29,13 +28,13 @@ class Change:
 
     def __init__(self, data: np.ndarray, prediction: np.ndarray, dtype: str, length: int):
         self.dtype = dtype
-        self._values, self._predictions = (array.reshape(-1, length * WIDTHS[dtype]) for array in (data, prediction))
-        self.shape = len(self._values), length
+        self.values, self.predictions = (array.reshape(-1, length * WIDTHS[dtype]) for array in (data, prediction))
+        self.shape = len(self.values), length
 
     def rows(self, rows: slice | np.ndarray) -> tuple[torch.Tensor, np.ndarray]:
         """Returns the change of some rows (float32, 0 where it is not finite) and the sum of the squares of each."""
         check_awaited()
-        values, predictions = (np.ascontiguousarray(array[rows]) for array in (self._values, self._predictions))
+        values, predictions = (np.ascontiguousarray(array[rows]) for array in (self.values, self.predictions))
         change, energies = np.empty((len(values), self.shape[1]), np.float32), np.empty(len(values))
         _native.subtract(values, predictions, FLOATS[self.dtype], self.shape[1], change, energies)
         return torch.from_numpy(change), energies
@@ -45,17 +44,9 @@ class Change:
         """The sum of the squares of all rows."""
         return sum(float(self.rows(band)[1].sum()) for band in self.bands())
 
-    def weights(self, rows: slice | np.ndarray, top: int) -> torch.Tensor:
-        """Returns the weights of the values in some rows (float32): 1 where the exponent of the spacing is `top` or more. The
-        weight is 4 times as large with each lower exponent, down to FINEST below `top`."""
-        values = np.ascontiguousarray(self._values[rows])
-        weights = np.empty((len(values), self.shape[1]), np.float32)
-        _native.weigh(values, FLOATS[self.dtype], top, FINEST, weights)
-        return torch.from_numpy(weights)
-
-    def bands(self, rows: int | None = None) -> Iterator[slice]:
-        """Yields the ranges of about PIECE values that together cover the first rows, or the whole matrix."""
-        rows, step = self.shape[0] if rows is None else rows, max(1, PIECE // self.shape[1])
+    def bands(self) -> Iterator[slice]:
+        """Yields the ranges of rows of about PIECE values that together cover the matrix."""
+        rows, step = self.shape[0], max(1, PIECE // self.shape[1])
         for start in range(0, rows, step):
             yield slice(start, min(start + step, rows))
 
@@ -71,7 +62,7 @@ class Change:
     def pair(self, rows: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the values in some rows in their own type, and their predictions as float32."""
         values, predictions = (
-            torch.from_numpy(array[rows]).view(torch_dtype(self.dtype)) for array in (self._values, self._predictions)
+            torch.from_numpy(array[rows]).view(torch_dtype(self.dtype)) for array in (self.values, self.predictions)
         )
         return values, predictions.float()
 
@@ -94,6 +85,6 @@ class ScaledChange(Change):
     def _difference(self, rows: slice | np.ndarray) -> torch.Tensor:
         values, predictions = (
             torch.from_numpy(array[rows].copy()).view(torch_dtype(self.dtype)).double()
-            for array in (self._values, self._predictions)
+            for array in (self.values, self.predictions)
         )
         return values - predictions

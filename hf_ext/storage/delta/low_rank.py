@@ -23,9 +23,10 @@ MAX_RANK = 64  # each component adds a product to the decoding of every value
 MAX_RANK_OF_ALL = {2: MAX_RANK, 3: 256}  # by level, for changes that are completely of low rank
 MARGIN = 4  # components that a sample must show in addition to those that pay
 LEAST = 64  # smaller numbers of rows or columns are not worth it
-FEW = 16  # components that the first look at a sample of the rows shows
-ROWS_PER_COMPONENT = 10  # of that sample
+FEW, GROWTH = 16, 3  # components that the first look at a sample of the rows shows, and factor of the next look's
+ROWS_PER_COMPONENT = 4  # of that sample
 MAX_EXPONENT = 100
+GROUPS = 16  # of bands of rows, each with a sum of its own
 PASSES = {2: 0, 3: 2}  # by level: power iterations over the whole matrix
 MOST = 1 << 23  # values of the largest sample of rows
 LEAST_GAIN = 0.004  # bits of each value that a component must save to be worth the time
@@ -36,7 +37,6 @@ NEARLY_ALL = 1e-4  # a share of the energy below which single precision does not
 EXACT = 2**53  # up to here, double precision represents every sum of products
 STEP_SAMPLE = 1 << 14  # values on which steps of the factors are compared
 GRID_SAMPLE = 4096  # values from which the spacing of a tensor's values is estimated
-POWER_ITERATIONS, OVERSAMPLING = 4, 8  # of `leading`; directions beyond one and a half times the rank
 GAUSSIAN_BITS = 0.5 * math.log2(2 * math.pi * math.e)  # entropy of a Gaussian number with a standard deviation of one step
 
 #: Exponent of the smallest normal number of each float type.
@@ -69,20 +69,19 @@ class Components(NamedTuple):
     """The leading singular components of a change. They stay factored until the rank is known."""
 
     values: np.ndarray
-    basis: torch.Tensor  # columns × width, orthonormal columns
-    reduced: torch.Tensor  # rows × width: the change in this basis
-    turn: torch.Tensor  # width × components, orthonormal columns: the components in this basis
+    back: torch.Tensor  # columns × width: the transposed change times `images`
+    images: torch.Tensor  # rows × width: the change times some vectors
+    turn: torch.Tensor  # width × components: the left singular vectors as combinations of the images
     energy: float  # sum of the squares of the whole change
     touched: int  # rows that changed
-    scale: float = 1.0  # factor of the change that was decomposed, to that of the tensor
 
     def left(self, rank: int) -> torch.Tensor:
         """Returns the left singular vectors: rows × rank, orthonormal columns."""
-        return self.reduced @ (self.turn[:, :rank] / torch.from_numpy(self.values[:rank]).float())
+        return self.images @ self.turn[:, :rank]
 
     def right(self, rank: int) -> torch.Tensor:
         """Returns the right singular vectors: rank × columns, orthonormal rows."""
-        return self.turn[:, :rank].T @ self.basis.T
+        return (self.back @ (self.turn[:, :rank] / torch.from_numpy(self.values[:rank]).float())).T
 
     def energy_left(self, rank: int) -> float:
         """Returns the energy of the components beyond this rank."""
@@ -123,22 +122,15 @@ def changes(data: np.ndarray, prediction: np.ndarray, dtype: str, length: int, l
         left, right = components.left(rank) * root, components.right(rank) * root[:, None]
         rest = components.energy_left(rank) / count + grid.mean
         if is_all:
-            left, right = fit(change, left, right, int(spacings.max()), level, threads)
+            left, right = fit(change, left, right, spacings, level, threads)
             rest = grid.mean
+        usual = step_exponent(left, right, rest)
         if is_all and level == 2 and WIDTHS[dtype] == 2:
-            halvings = [best_step(change, left, right, rest, halvings)]
-        quantized = [quantize(left, right, rest, finer) for finer in halvings]
+            halvings = [best_step(change, left, right, usual, halvings)]
+        quantized = [quantize(left, right, usual + finer) for finer in halvings]
         # Steps finer than exact sums allow give the same factors.
         results += {factors.exponent: factors for factors in quantized if factors is not None}.values()
     return results
-
-
-def leading(change: Change, rank: int, threads: int = 1) -> Components | None:
-    """Returns the leading singular components of a matrix, somewhat more than `rank`, by randomized subspace iteration (Halko,
-    Martinsson, Tropp 2011). The result does not depend on `threads`. Returns None if squares of the change are not finite."""
-    width = min(rank + rank // 2 + OVERSAMPLING, *change.shape)
-    start = torch.randn(change.shape[1], width, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
-    return decompose(change, start, POWER_ITERATIONS, threads)
 
 
 def glance(change: Change, grid: Grid, most: int) -> torch.Tensor | None:
@@ -160,14 +152,13 @@ def glance(change: Change, grid: Grid, most: int) -> torch.Tensor | None:
             return None
         noise = torch.randn(columns, min(width, touched), generator=torch.Generator().manual_seed(0), dtype=torch.float32)
         basis = torch.linalg.qr(part.T @ (part @ noise)).Q
-        reduced = (part @ basis).double()
-        values, turn = singular(reduced.T @ reduced)
+        values, turn = singular(gram(part @ basis))
         rank = best_rank(whole_values(values, energy, touched, shape), energy * scale, shape, grid)
         if rank == 0:
             return None
         if rank + MARGIN < basis.shape[1] or width > most or sampled == rows and basis.shape[1] == touched:
-            return basis @ turn
-        width *= 2
+            return basis @ turn[:, : rank + max(rank // 4, MARGIN)]
+        width = min(GROWTH * width, max(most + 2 * MARGIN, width + 1))
 
 
 def whole_values(values: np.ndarray, energy: float, sampled: int, shape: tuple[int, int]) -> np.ndarray:
@@ -207,7 +198,7 @@ def search(rank: int, is_all: bool, dtype: str, level: int) -> list[tuple[int, S
     if is_all and level == 2:
         return [(rank, range(1, 10, 2) if WIDTHS[dtype] == 2 else [4, 7])]
     if is_all:  # a weighted fit may make more components pay
-        return [(near, range(0, 14, 2)) for near in (rank, rank * 3 // 2 + 1)]
+        return [(near, range(1, 14, 2)) for near in (rank, rank * 3 // 2 + 1)]
     if level == 2:
         return [(rank, [0])]
     return [(near, [-1, 0, 1]) for near in sorted({rank * 3 // 4, rank, rank * 5 // 4}) if near]
@@ -231,31 +222,38 @@ def spacing(values: np.ndarray, dtype: str) -> np.ndarray:
 def decompose(change: Change, start: torch.Tensor, passes: int, threads: int = 1) -> Components | None:
     """Computes the leading singular components from vectors near the right singular ones (columns × width), by power iterations
     over bands of rows. Returns None if squares of the change are not finite."""
-    for _ in range(passes):
-        image = torch.zeros_like(start)
-        for band in change.bands():
-            part = change.rows(band)[0]
-            image += part.T @ (part @ start)
-        if not image.isfinite().all():
+    bands, images = list(change.bands()), torch.empty(start.shape[1], change.shape[0], dtype=torch.float32)
+
+    def multiply(group: int) -> tuple[torch.Tensor, float, int]:
+        back, energy, touched = torch.zeros(start.shape[::-1], dtype=torch.float32), 0.0, 0
+        for band in bands[group::GROUPS]:
+            part, energies = change.rows(band)
+            images[:, band] = start.T @ part.T  # much faster than part @ start if `start` is narrow
+            back += images[:, band] @ part
+            energy, touched = energy + float(energies.sum()), touched + int(np.count_nonzero(energies))
+        return back, energy, touched
+
+    for last in range(passes + 1):
+        backs, energies, counts = zip(*in_threads(multiply, min(GROUPS, len(bands)), threads))
+        energy, back = sum(energies), sum(backs).T
+        if not energy < MOST_ENERGY:
             return None
-        start = torch.linalg.qr(image).Q
-    width, bands = start.shape[1], list(change.bands())
-    reduced, gram = torch.empty(change.shape[0], width, dtype=torch.float32), torch.zeros(width, width, dtype=torch.float64)
+        if last < passes:
+            start = torch.linalg.qr(back).Q
+    images = images.T
+    lengths, turn = singular(gram(images))
+    turn = turn.double() / torch.from_numpy(lengths)  # makes the images orthonormal
+    values, again = singular(turn.T @ gram(back) @ turn)
+    return Components(values, back, images, (turn @ again.double()).float(), energy, sum(counts))
 
-    def project(i: int) -> tuple[float, int]:
-        part, energies = change.rows(bands[i])
-        reduced[bands[i]] = part @ start
-        return float(energies.sum()), int(np.count_nonzero(energies))
 
-    energies, counts = zip(*in_threads(project, len(bands), threads))
-    energy, touched = sum(energies), sum(counts)
-    for band in bands:
-        near = reduced[band].double()
-        gram += near.T @ near
-    if not energy < MOST_ENERGY:
-        return None
-    values, turn = singular(gram)
-    return Components(values, start, reduced, turn, energy, touched)
+def gram(vectors: torch.Tensor) -> torch.Tensor:
+    """Returns the products of all pairs of columns (float64)."""
+    width = vectors.shape[1]
+    products = torch.zeros(width, width, dtype=torch.float64)
+    for part in vectors.split(1 << 14):
+        products.addmm_(part.T.double(), part.double())
+    return products
 
 
 def best_rank(values: np.ndarray, energy: float, shape: tuple[int, int], grid: Grid) -> int:
@@ -285,46 +283,49 @@ def best_rank(values: np.ndarray, energy: float, shape: tuple[int, int], grid: G
     return best + 1 if most - bits[best] > LEAST_SAVED * (most - count * grid.bits(0.0)) else 0
 
 
-def best_step(change: Change, left: torch.Tensor, right: torch.Tensor, rest: float, halvings: Sequence[int]) -> int:
+def best_step(change: Change, left: torch.Tensor, right: torch.Tensor, usual: int, halvings: Sequence[int]) -> int:
     """Returns the step size of `search` that takes the fewest bits. Compares step sizes by the number of values in a sample of
     rows that the rounded factors do not predict."""
     rows = change.sample(STEP_SAMPLE)
     values, base = change.pair(rows)
-    sample = left[torch.from_numpy(rows)]
-    bits = []
+    sample, bits = left[torch.from_numpy(rows)], []
     for finer in halvings:
-        factors = quantize(sample, right, rest, finer, len(left))
-        if factors is None:
-            break
-        product = torch.from_numpy(factors.rows).float() @ torch.from_numpy(factors.columns).float()
-        missed = float(((base + product * 2.0**-factors.exponent).to(values.dtype) != values).double().mean())
+        unit = 2.0 ** ((usual + finer) / 2)
+        product = (sample * unit).round_() @ (right * unit).round_()
+        missed = float(((base + product.mul_(unit**-2)).to(values.dtype) != values).float().mean())
         # A mispredicted value takes one more bit for its sign.
         likely = min(missed, 0.5)
         entropy = missed - sum(share * math.log2(share) for share in (likely, 1 - likely) if share)
         bits.append(len(left) * right.shape[1] * entropy + finer / 2 * (left.numel() + right.numel()))
-    return halvings[int(np.argmin(bits))] if bits else halvings[0]
+        if bits[-1] > min(bits):
+            break
+    return halvings[int(np.argmin(bits))]
 
 
-def quantize(left: torch.Tensor, right: torch.Tensor, rest: float, finer: int = 0, all_rows: int = 0) -> Factors | None:
-    """Rounds the factors of a product (rows × rank times rank × columns) to integers, with the step that takes the fewest bits.
-    Returns None if no step gives exact sums.
+def quantize(left: torch.Tensor, right: torch.Tensor, exponent: int) -> Factors | None:
+    """Rounds the factors of a product (rows × rank times rank × columns) to integers, with the step 2^(-exponent / 2), or a
+    larger one if the sums would not be exact. Returns None if no step gives exact sums."""
+    most = len(right) * float(left.abs().max()) * float(right.abs().max())
+    if not 0 < most < math.inf:
+        return None
+    exponent = min(exponent, math.floor(math.log2(EXACT / most)) - 1)
+    if abs(exponent) > MAX_EXPONENT:
+        return None
+    unit = 2 ** (exponent / 2)
+    left, right = ((factors.double() * unit).round_().int().contiguous() for factors in (left, right))
+    return Factors(left.numpy(), right.numpy(), exponent)
+
+
+def step_exponent(left: torch.Tensor, right: torch.Tensor, rest: float) -> int:
+    """Returns the exponent of `quantize` that takes the fewest bits.
 
     Args:
         rest: variance of a value's rest after the product, including the rounding of its type.
-        finer: number of times that the squared step is halved.
-        all_rows: number of rows of the matrix, if these are a sample.
     """
-    left, right = left.double(), right.double()
-    (rows, rank), columns = left.shape, right.shape[1]
-    most = rank * float(left.abs().max()) * float(right.abs().max())
-    square = float(_steps(float(left.square().sum()) * (all_rows or rows) / rows, rank, rest, all_rows or rows, columns)[1])
-    if not (0 < square < math.inf and 0 < most < math.inf):
-        return None
-    exponent = min(round(-math.log2(square)) + finer, math.floor(math.log2(EXACT / most)) - 1)
-    if abs(exponent) > MAX_EXPONENT:
-        return None
-    left, right = ((factors * 2 ** (exponent / 2)).round().int().contiguous() for factors in (left, right))
-    return Factors(left.numpy(), right.numpy(), exponent)
+    energy, (rows, rank), columns = float(left.double().square().sum()), left.shape, right.shape[1]
+    square = float(_steps(energy, rank, rest, rows, columns)[1])
+    limit = MAX_EXPONENT + 1
+    return round(-math.log2(square)) if 0 < square < math.inf else limit
 
 
 def _steps(values, rank, rest, rows: int, columns: int):
