@@ -406,6 +406,12 @@ def test_a_matrix_of_many_rows_has_a_low_rank_change():
     assert len(whole) < 0.7 * len(storage.encode(tensor, base, level=1)) and bits(storage.decode(whole, base)) == bits(tensor)
 
 
+def test_the_rows_that_a_fit_samples_may_all_be_unchanged():
+    tensor, base = tall_pair()
+    tensor[::2] = base[::2]
+    assert len(storage.encode(tensor, base)) < 0.7 * len(storage.encode(tensor, base, level=1))
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of the memory from /proc")
 def test_memory_for_a_matrix_of_many_rows_is_bounded():
     """The change of the whole matrix would take 256 MB as float32."""

@@ -17,6 +17,7 @@ EQUATIONS, LEAST_EQUATIONS = 4.0, 64  # values that count: for each factor to be
 MOST_ROWS = 1 << 15  # at least so many rows of a taller matrix give the factors of the columns
 FINEST = 8  # limit of a spacing's exponent below the largest
 TINY = 1e-7  # a share of the Gram matrix's largest entry that keeps it from being singular
+LEAST = 1e-30  # replaces that entry if the sampled rows did not change
 
 
 def fit(
@@ -36,7 +37,7 @@ def fit(
     for turn, steps in enumerate(STEPS[level][-1 - rank :]):  # one component needs no more than one round
         own, fixed = (columns, sampled(rows)) if turn % 2 else (rows, columns)
         gram = (fixed.T @ fixed).double()
-        gram.diagonal().add_(TINY * gram.diagonal().max())
+        gram.diagonal().add_(TINY * gram.diagonal().max().clamp(min=LEAST))
         sides = fixed.numpy(), torch.linalg.inv(gram).float().contiguous().numpy(), own.numpy()
         _native.fit_rows(*matrix, own is columns, *sides, min(steps, rank), threads)
     return rows, columns.T
