@@ -6,6 +6,7 @@ skips tensors that then fit nowhere. So a LoRA is loaded into the model without 
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -84,9 +85,10 @@ def layers_that_load(
             folder = Path(place)
             config(names).save_pretrained(folder)
             marks = {}
-            for i, name in enumerate(sorted(names)):  # no two layers have the same values
-                marks[f"{PREFIX}{name}.lora_A.weight"] = torch.full((1, layers[name][0]), float(i))
-                marks[f"{PREFIX}{name}.lora_B.weight"] = torch.full((layers[name][1], 1), float(i))
+            for i, name in enumerate(sorted(names)):
+                mark = math.ldexp(128 + i % 128, i // 128 - 16)  # of no other layer, and exact in all types of weights
+                marks[f"{PREFIX}{name}.lora_A.weight"] = torch.full((1, layers[name][0]), mark)
+                marks[f"{PREFIX}{name}.lora_B.weight"] = torch.full((layers[name][1], 1), mark)
             save_file(marks, folder / ADAPTER, metadata={"format": "pt"})
             try:
                 missed = lost(model, folder)

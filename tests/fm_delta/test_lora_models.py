@@ -8,13 +8,15 @@ import warnings
 import pytest
 import torch
 import transformers
+from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from tiny_adapters import difference, loaded, logits, products
 from tiny_models import fine_tuned, llama, perturb, tokenizer
 from tiny_vision_language_models import build
-from transformers import LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_ext import fm_delta
+from hf_ext.integration.landing import layers_that_load
 
 SMALL = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 ENCODER_DECODER = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
@@ -49,6 +51,17 @@ MORE_INPUTS = {
     "speech": {"decoder_input_ids": INPUTS["input_ids"]},
     "scalar": {"pixel_values": torch.ones(1, 3, 16, 16)},
 }
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_layer_of_a_deep_model_loads(dtype):
+    """PEFT casts what it loads to the type of the base, which holds few whole numbers."""
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**SMALL | {"num_hidden_layers": 40})).to(dtype)
+    layers = {name: tuple(module.weight.shape[::-1]) for name, module in model.model.named_modules(prefix="model")
+              if isinstance(module, torch.nn.Linear)}  # fmt: skip
+    loading = layers_that_load(model, layers, lambda names: LoraConfig(r=1, target_modules=sorted(names)))
+    assert len(loading) == 280
 
 
 @pytest.mark.parametrize("modules_to_save", [False, True])
