@@ -511,8 +511,7 @@ PyMethodDef METHODS[] = {
      "of each row"},
     {"fit_rows", fit_rows, METH_VARARGS,
      "fit_rows(tensor, base, dtype, row_length, top, most, by_columns, fixed, inverse, own, steps, threads=1): improves the "
-     "rows' float32 "
-     "factors `own` of a product that approximates tensor - base, given those of the columns"},
+     "rows' float32 factors `own` of a product that approximates tensor - base, given those of the columns"},
     {"count_symbols", count_symbols, METH_VARARGS,
      "count_symbols(tensor, base | None, dtype, row_length, base_values) -> uint64 counts"},
     {"default_tables", default_tables, METH_NOARGS,

@@ -13,12 +13,11 @@
 namespace hf_ext::delta {
 namespace {
 
-constexpr size_t LANES = 16;                             // columns of a tile
-constexpr size_t ROWS = 12;                              // rows of a tile: their sums fill the registers
-constexpr size_t SQUARE = 8;                             // rows and columns of the squares in which a matrix is transposed
-constexpr size_t PANEL = 4 * ROWS;                       // rows that are read at once
-constexpr size_t TASKS = 4;                              // for each thread
-constexpr size_t RANK_PER_STRIDE = 16, MOST_STRIDE = 4;  // the last step's length is computed from every so many tiles
+constexpr size_t LANES = 16;        // columns of a tile
+constexpr size_t ROWS = 12;         // rows of a tile: their sums fill the registers
+constexpr size_t SQUARE = 8;        // rows and columns of the squares in which a matrix is transposed
+constexpr size_t PANEL = 4 * ROWS;  // rows that are read at once
+constexpr size_t TASKS = 4;         // for each thread
 
 size_t padded(size_t count) { return (count + LANES - 1) / LANES * LANES; }
 
@@ -141,9 +140,10 @@ class Block {
     // Takes steps of conjugate gradients, each to the least error along its direction.
     template <class Set>
     void solve(Set set, const FixedSide& fixed, int steps) {
-        for_tiles(set, own_, fixed.across, 1,
+        for_tiles(set, own_, fixed.across,
                   [&](size_t at, size_t, size_t) { image_[at] = weights_[at] * (change_[at] - image_[at]); });
         fixed.along.multiply(set, image_, rest_);
+        std::fill(direction_.begin(), direction_.end(), 0.0f);
         float before[ROWS] = {};
         for (int step = 1; step <= steps; ++step) {
             const bool is_last = step == steps;
@@ -153,16 +153,15 @@ class Block {
                 for (size_t k = i * depth_; k < (i + 1) * depth_; ++k) direction_[k] = scaled_[k] + share * direction_[k];
                 before[i] = gain;
             }
-            const size_t stride = is_last ? std::clamp(rank_ / RANK_PER_STRIDE, size_t(1), MOST_STRIDE) : 1;
             float costs[ROWS][LANES] = {};
-            for_tiles(set, direction_, fixed.across, stride, [&](size_t at, size_t i, size_t lane) {
+            for_tiles(set, direction_, fixed.across, [&](size_t at, size_t i, size_t lane) {
                 const float weighted = weights_[at] * image_[at];
                 costs[i][lane] += weighted * image_[at];
                 image_[at] = weighted;
             });
             if (!is_last) fixed.along.multiply(set, image_, scaled_);
             for (size_t i = 0; i < ROWS; ++i) {
-                const float cost = std::accumulate(costs[i], costs[i] + LANES, 0.0f) * float(stride);
+                const float cost = std::accumulate(costs[i], costs[i] + LANES, 0.0f);
                 const float length = cost > 0 ? before[i] / cost : 0;
                 for (size_t k = i * depth_; k < (i + 1) * depth_; ++k) {
                     own_[k] += length * direction_[k];
@@ -173,10 +172,10 @@ class Block {
     }
 
    private:
-    // Fills every `stride`-th tile of the image of some factors, then calls f(place, row, lane) for its values.
+    // Fills the tiles of the image of some factors, each time calling f(place, row, lane) for its values.
     template <class Set, class Function>
-    void for_tiles(Set set, const std::vector<float>& factors, const Strips& across, size_t stride, Function&& f) {
-        for (size_t column = 0; column < width_; column += stride * LANES) {
+    void for_tiles(Set set, const std::vector<float>& factors, const Strips& across, Function&& f) {
+        for (size_t column = 0; column < width_; column += LANES) {
             across.multiply(set, factors, column, image_);
             for (size_t i = 0; i < ROWS; ++i)
                 for (size_t lane = 0; lane < LANES; ++lane) f(i * stride_ + column + lane, i, lane);
