@@ -11,7 +11,7 @@ from pathlib import Path
 import xxhash
 
 from hf_ext.errors import CheckpointError, CorruptFileError
-from hf_ext.storage.files import staged_folder
+from hf_ext.storage.files import locked, staged_folder
 from hf_ext.storage.plain_writer import write_files
 from hf_ext.storage.safetensors_file import SafetensorsFile, TensorFile
 
@@ -29,8 +29,10 @@ def decoded_folder(digest: str, files: Sequence[TensorFile]) -> Path:
         CheckpointError: there is no space for the files, they cannot be written, or another process is writing them.
         HfExtError: a tensor cannot be decoded.
     """
-    root = Path(os.environ[FOLDER]).expanduser().absolute()
-    entry = root / f"{ENTRY}{xxhash.xxh3_128_hexdigest(digest.encode())}"
+    root, key = Path(os.path.expanduser(os.environ[FOLDER])).absolute(), xxhash.xxh3_128(digest.encode())
+    for file in files:  # another checkpoint may have the same tensors in other files
+        key.update(file.path.name.encode() + file.header_bytes)
+    entry = root / f"{ENTRY}{key.hexdigest()}"
     if not _holds(entry, files):
         with staged_folder(entry) as stage:
             _make_room(root, stage, sum(tensor.nbytes for file in files for tensor in file.entries.values()))
@@ -55,6 +57,8 @@ def _make_room(root: Path, stage: Path, size: int) -> None:
     """
     try:
         limit = float(os.environ.get(LIMIT, 100)) * 1e9
+        if not limit >= 0:
+            raise ValueError
     except ValueError:
         raise CheckpointError(f"{LIMIT} is '{os.environ[LIMIT]}', not a number of GB.") from None
     entries = [path for path in root.glob(f"*{ENTRY}{'[0-9a-f]' * 32}*") if path.is_dir() and path != stage]
@@ -66,5 +70,8 @@ def _make_room(root: Path, stage: Path, size: int) -> None:
             f"{shutil.disk_usage(root).free / 1e9:.1f} GB are free."
         )
     while entries and (size + sum(sizes.values()) > limit or size > shutil.disk_usage(root).free):
-        shutil.rmtree(oldest := entries.pop(), ignore_errors=True)
+        oldest = entries.pop()
+        name = oldest.name[oldest.name.index(ENTRY) :][: len(ENTRY) + 32]  # of the entry, also if this is its stage
+        with contextlib.suppress(CheckpointError), locked(root / name):  # not if another process is writing it
+            shutil.rmtree(oldest, ignore_errors=True)
         del sizes[oldest]

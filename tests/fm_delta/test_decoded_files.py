@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from hf_ext import BaseModelError, CheckpointError, CorruptFileError, HfExtError, emr, fm_delta
 from hf_ext.emr.folder import MergeFolder
-from hf_ext.storage import DeltaCheckpoint, decoded
+from hf_ext.storage import DeltaCheckpoint, decoded, files
 from hf_ext.storage.plain_writer import shards_of
 from hf_ext.storage.safetensors_file import RawTensor
 
@@ -137,7 +137,18 @@ def test_the_least_recently_loaded_entries_are_removed_first(kept, monkeypatch):
     assert first.is_dir() and third.is_dir()
 
 
-@pytest.mark.parametrize(("limit", "reason"), [("0", "do not fit"), ("much", "not a number of GB"), (None, "is a file")])
+def test_an_entry_that_another_writes_is_not_removed(kept, monkeypatch):
+    monkeypatch.setenv(decoded.LIMIT, "1.5e-6")  # one entry
+    written = decoded.decoded_folder(*weights(1))
+    with files.locked(written), ThreadPoolExecutor(1) as pool:
+        other = pool.submit(decoded.decoded_folder, *weights(2)).result()
+    assert {*entries(kept)} == {written, other}
+
+
+REASONS = [("0", "do not fit"), ("much", "not a number"), ("nan", "not a number"), (None, "is a file")]
+
+
+@pytest.mark.parametrize(("limit", "reason"), REASONS)
 def test_without_a_place_the_weights_are_decoded_in_memory(tmp_path, kept, monkeypatch, caplog, limit, reason):
     folder = compressed(tmp_path)
     if limit is None:
