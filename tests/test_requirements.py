@@ -98,9 +98,9 @@ def test_a_feature_names_the_newer_version_that_it_needs(tmp_path, monkeypatch):
     install(tmp_path, "transformers", "5.6.0")
     monkeypatch.syspath_prepend(tmp_path)
     check.__wrapped__()
-    require("Storage", "transformers>=5.6", "numpy>=1.26")
+    require("Storage", "transformers>=5.6", "packaging>=22")
     with pytest.raises(ImportError) as error:
-        require("Loading", "transformers>=5.16.1", "numpy>=1.26")
+        require("Loading", "transformers>=5.16.1", "packaging>=22")
     text = "Loading requires transformers>=5.16.1 (found 5.6.0): pip install 'transformers>=5.16.1'"
     assert str(error.value) == text
 

@@ -13,7 +13,7 @@ import torch
 
 from hf_ext.errors import CheckpointError, HfExtError
 from hf_ext.storage.delta.change import Change, ScaledChange
-from hf_ext.storage.delta.low_rank import MOST_ENERGY, singular
+from hf_ext.storage.delta.low_rank import MOST_ENERGY, gram, singular
 from hf_ext.storage.native import FLOATS, WIDTHS, cast
 from hf_ext.storage.prefetch import Prefetcher, progress
 from hf_ext.storage.safetensors_file import torch_dtype
@@ -303,8 +303,7 @@ def leading(change: Change, count: int) -> Components:
         if 0 < i < ITERATIONS - 1:  # the first basis is not orthonormal, the last one needs no shift
             shift = max(shift, (shift + float(torch.linalg.svdvals(triangle)[-1])) / 2)
     reduced = torch.cat([change.rows(band)[0] @ basis for band in change.bands()])
-    near = reduced.double()
-    values, turn = singular(near.T @ near)
+    values, turn = singular(gram(reduced))
     values, turn = values[:count], turn[:, :count]
     left = reduced @ (turn / torch.from_numpy(values).float())
     return Components(values, left, (basis @ turn).T, change.energy, change.scale)

@@ -15,6 +15,8 @@ from copy import deepcopy
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from packaging.version import Version
+
 from hf_ext.errors import CheckpointError, HfExtError
 from hf_ext.integration import versions
 from hf_ext.storage.hub import Hub
@@ -60,7 +62,7 @@ def converts_on_cpu() -> bool:
     """Returns true if a `WeightConverter` may set `force_cpu`.
 
     Transformers 5.16 leaves such a weight on the CPU; 5.17 and later move it to the device that `device_map` says."""
-    return not versions.is_older(versions.installed("transformers") or "0", "transformers>=5.17")
+    return Version(versions.installed("transformers") or "0") >= Version("5.17")
 
 
 def shards_by_zero3() -> bool:

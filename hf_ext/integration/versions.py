@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 import sys
 import warnings
@@ -10,6 +9,10 @@ from collections.abc import Mapping
 from functools import cache
 from importlib import metadata
 from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
 
 TESTED = "tested up to "  # in the comment of a line of requirements.txt
 
@@ -25,9 +28,9 @@ def check() -> None:
     too_old, untested = {}, []
     for name, (need, tested) in requirements().items():
         version = installed(name)
-        if version is not None and is_older(version, need):
+        if version is not None and _is_older(version, Requirement(need)):
             too_old[need] = version
-        elif _is_newer(version, tested):
+        elif is_untested(name):
             untested.append(f"{name} {version} ({TESTED}{tested})")
     if too_old:
         message = _upgrade("hf_ext", too_old)
@@ -44,14 +47,15 @@ def requirements() -> dict[str, tuple[str, str | None]]:
     lines = Path(__file__).parents[1].joinpath("requirements.txt").read_text(encoding="utf-8").splitlines()
     needs = ((need.strip(), comment.strip()) for need, _, comment in (line.partition("#") for line in lines) if need)
     return {
-        need.partition(">=")[0]: (need, comment.removeprefix(TESTED) if comment.startswith(TESTED) else None)
+        Requirement(need).name: (need, comment.removeprefix(TESTED) if comment.startswith(TESTED) else None)
         for need, comment in needs
     }
 
 
 def is_untested(package: str) -> bool:
     """Checks whether the installed version of a package is newer than the newest tested one."""
-    return _is_newer(installed(package), requirements()[package][1])
+    version, tested = installed(package), requirements()[package][1]
+    return version is not None and tested is not None and _is_newer(version, tested)
 
 
 def require(feature: str, *needs: str, advice: str = "") -> None:
@@ -65,8 +69,9 @@ def require(feature: str, *needs: str, advice: str = "") -> None:
     """
     lacking = {}
     for need in needs:
-        version = installed(need.partition(">=")[0])
-        if version is None or is_older(version, need):
+        requirement = Requirement(need)
+        version = installed(requirement.name)
+        if version is None or _is_older(version, requirement):
             lacking[need] = version
     if lacking:
         raise ImportError(f"{_upgrade(feature, lacking)}{'. Or: ' if advice else ''}{advice}")
@@ -80,22 +85,23 @@ def installed(package: str) -> str | None:
         return None
 
 
-def is_older(version: str, need: str) -> bool:
-    """Checks whether a version is below the lower bound of a requirement. Versions of a fork's own scheme are not."""
+def _is_older(version: str, requirement: Requirement) -> bool:
     release = _release(version)
-    return bool(release) and release < _release(need.partition(">=")[2])
+    lower = SpecifierSet(",".join(str(spec) for spec in requirement.specifier if spec.operator == ">="))
+    return release is not None and not lower.contains(release, prereleases=True)
 
 
-def _is_newer(version: str | None, tested: str | None) -> bool:
-    release = _release(version or "")
-    return bool(release and tested) and release > _release(tested or "")
+def _is_newer(version: str, tested: str) -> bool:
+    release = _release(version)
+    return release is not None and release > Version(tested)
 
 
-def _release(version: str) -> tuple[int, ...]:
-    """Returns the first three numbers of the release that a build belongs to: NVIDIA's 2.11.0a0+nv26.3 has nearly the sources
-    of 2.11.0. Returns an empty tuple for a fork's own scheme. Importing `packaging` would take longer than all checks."""
-    numbers = re.match(r"\d+(\.\d+)*", version)
-    return (*map(int, numbers[0].split(".")), 0, 0)[:3] if numbers else ()
+def _release(version: str) -> Version | None:
+    """Returns the release that a build belongs to: NVIDIA's 2.11.0a0+nv26.3 has nearly the sources of 2.11.0."""
+    try:
+        return Version(Version(version).base_version)
+    except InvalidVersion:  # a fork's own scheme: nothing to compare
+        return None
 
 
 def _upgrade(feature: str, needs: Mapping[str, str | None]) -> str:

@@ -23,7 +23,7 @@ MAX_RANK = 64  # each component adds a product to the decoding of every value
 MAX_RANK_OF_ALL = {2: MAX_RANK, 3: 256}  # by level, for changes that are completely of low rank
 MARGIN = 4  # components that a sample must show in addition to those that pay
 LEAST = 64  # smaller numbers of rows or columns are not worth it
-FEW, GROWTH = 16, 3  # components that the first look at a sample of the rows shows, and factor of the next look's
+FEW, GROWTH = 16, 3  # components that the first look at a sample of the rows shows, and factor of the next looks
 ROWS_PER_COMPONENT = 4  # of that sample
 MAX_EXPONENT = 100
 GROUPS = 16  # of bands of rows, each with a sum of its own
@@ -233,12 +233,12 @@ def decompose(change: Change, start: torch.Tensor, passes: int, threads: int = 1
             energy, touched = energy + float(energies.sum()), touched + int(np.count_nonzero(energies))
         return back, energy, touched
 
-    for last in range(passes + 1):
+    for i in range(passes + 1):
         backs, energies, counts = zip(*in_threads(multiply, min(GROUPS, len(bands)), threads))
         energy, back = sum(energies), sum(backs).T
         if not energy < MOST_ENERGY:
             return None
-        if last < passes:
+        if i < passes:
             start = torch.linalg.qr(back).Q
     images = images.T
     lengths, turn = singular(gram(images))
