@@ -14,6 +14,7 @@
 #include "common/floats.h"
 #include "common/instruction_sets.h"
 #include "common/threads.h"
+#include "delta/coarse.h"
 #include "delta/codec.h"
 #include "delta/geometric_tables.h"
 #include "delta/symbol_model.h"
@@ -153,6 +154,27 @@ PyObject* encode(PyObject*, PyObject* args) {
         }))
         return nullptr;
     return to_bytes(body);
+}
+
+PyObject* encode_coarse(PyObject*, PyObject* args) {
+    Buffer tensor, base, rows, columns;
+    delta::Shape shape{};
+    delta::Factors factors;
+    delta::Coarse coarse;
+    int threads = 1;
+    PyObject *tuple = nullptr, *candidate = nullptr;
+    if (!parse(args, "OOinniO:encode_coarse", tensor, 0, base, shape, threads, &tuple)) return nullptr;
+    if (!PyArg_ParseTuple(tuple, "ffO:encode_coarse", &coarse.step, &coarse.threshold, &candidate) ||
+        (candidate != Py_None && !parse(candidate, shape, rows, columns, factors)))
+        return nullptr;
+    std::vector<uint8_t> body;
+    size_t numbers = 0;
+    if (!run([&] {
+            require_sizes(shape, tensor, base);
+            body = delta::encode_coarse(shape, tensor.view.buf, base.view.buf, factors, coarse, threads, numbers);
+        }))
+        return nullptr;
+    return Py_BuildValue("(Nn)", to_bytes(body), Py_ssize_t(numbers));
 }
 
 PyObject* count_symbols(PyObject*, PyObject* args) {
@@ -490,6 +512,10 @@ PyObject* use(PyObject*, PyObject* name) {
 }
 
 PyMethodDef METHODS[] = {
+    {"encode_coarse", encode_coarse, METH_VARARGS,
+     "encode_coarse(tensor, base, dtype, row_length, base_values, threads, (step, threshold, (rows, columns, exponent) | "
+     "None)) -> "
+     "body and the number of values with a change of their own"},
     {"encode", encode, METH_VARARGS,
      "encode(tensor, base | None, dtype, row_length, base_values, threads=1, ((rows, columns, exponent), ...)) -> body"},
     {"decode", decode, METH_VARARGS,

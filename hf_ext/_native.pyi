@@ -27,6 +27,19 @@ def encode(
 ) -> bytes:
     """Returns the body of a compressed tensor: the smallest that any of the candidates gives, or none of them."""
 
+def encode_coarse(
+    tensor: Buffer,
+    base: Buffer,
+    dtype: int,
+    row_length: int,
+    base_values: int,
+    threads: int,
+    settings: tuple[float, float, Factors | None],
+    /,
+) -> tuple[bytes, int]:
+    """Returns a body that restores the first `base_values` values approximately, and the number of those that have a change of
+    their own beside the low-rank one. The settings are the step, the least change in steps, and the low-rank change."""
+
 def decode(body: Buffer, arguments: tuple[Buffer, Buffer | None, int, int, int, int], /) -> None:
     """Fills a tensor. `arguments` are (tensor, base, dtype, row_length, base_values, threads), as for `encode`."""
 

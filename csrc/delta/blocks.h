@@ -8,6 +8,7 @@
 
 #include "../common/floats.h"
 #include "change_classes.h"
+#include "coarse.h"
 #include "codec.h"
 #include "symbol_model.h"
 
@@ -15,7 +16,7 @@ namespace hf_ext::delta {
 
 constexpr size_t BLOCK = 256 * 1024;  // values in a block: its 64 states cost 0.008 bits per value
 
-enum Flags : uint8_t { UNTOUCHED_ROWS = 1, COLUMN_SCALES = 2, LOW_RANK = 4, FEW_CHANGES = 8, ALL_FLAGS = 15 };
+enum Flags : uint8_t { UNTOUCHED_ROWS = 1, COLUMN_SCALES = 2, LOW_RANK = 4, FEW_CHANGES = 8, COARSE = 16 };
 enum Kind : uint32_t { RAW = 0, NARROW = 1, INTERLEAVED = 2, MEDIUM = 3 };  // low two bits of a block's entry; then its size
 
 // Returns the lanes of the entropy coder.
@@ -31,6 +32,7 @@ struct Part {
 // Everything that the blocks of a tensor share.
 struct Plan {
     Shape shape;
+    Coarse coarse;               // of the values that have a base
     int plane = 0;               // low bytes of each value that are stored verbatim
     std::vector<uint32_t> rows;  // the rows that are coded
     std::vector<int16_t> row_scales, column_scales;

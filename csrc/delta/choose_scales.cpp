@@ -19,6 +19,9 @@ constexpr size_t FIT_ROWS = 64;                           // fewest rows; with f
 constexpr size_t MORE_ROWS = 256, MOST_VALUES = 1 << 22;  // rows of long rows, as long as they have at most so many values
 constexpr size_t ROWS_AT_ONCE = 64;                       // rows whose scales a thread measures at a time
 
+template <class F>
+constexpr Real<F> LEAST_SQUARE = Real<F>(1.0 / 1024);  // of a coarse change, in units
+
 int16_t quarter_octaves(double variance) {
     return int16_t(
         std::clamp(std::lround(2 * std::log2(std::clamp(variance, 1e-300, 1e300))), -long(SCALE_LIMIT), long(SCALE_LIMIT)));
@@ -59,6 +62,14 @@ void squares(const Plan& plan, const typename F::U* tensor, const typename F::U*
         return;
     }
     const U* b = base + at;
+    if (plan.coarse) {
+        for (size_t i = 0; i < count; ++i) {
+            const Real<F> unit = unit_of<F>(b[i], plan.coarse.step),
+                          change = unit * Real<F>(number_of<F>(x[i], b[i], plan.coarse));
+            out[i] = std::min(change * change + unit * unit * LEAST_SQUARE<F>, MOST);
+        }
+        return;
+    }
     for (size_t i = 0; i < count; ++i) {
         const Real<F> change = finite_value<F>(x[i]) - finite_value<F>(b[i]);
         out[i] = std::min(change * change + grid_variance<F>(b[i]), MOST);

@@ -59,14 +59,17 @@ void Chunk::predict(const Part& part, size_t begin, size_t size, const void* who
                     return;
                 }
                 const int from = scale - 4 * F::ULP_BIAS - 32 * plan_.plane;
+                const int16_t least = plan_.coarse ? int16_t(plan_.coarse.quarter_octaves() - 4 * F::ULP_BIAS) : int16_t(0);
                 prefetch(base + offset, CHUNK, count);
                 for (size_t i = 0; i < count; ++i) {
                     const U bits = base[offset + i];
-                    prediction[i] = to_ordered(bits);
-                    sizes[at + i] = int16_t(from - 4 * grid_exponent<F>(bits));
+                    prediction[i] = plan_.coarse ? bits : to_ordered(bits);
+                    sizes[at + i] = int16_t(from - std::max(int16_t(4 * grid_exponent<F>(bits)), least));
                 }
                 if (columns)
                     for (size_t i = 0; i < count; ++i) sizes[at + i] = int16_t(sizes[at + i] + columns[i]);
+                if (plan_.coarse)  // most numbers are 0: sizes from 1/16 on differ, in half octaves
+                    for (size_t i = 0; i < count; ++i) sizes[at + i] = int16_t(sizes[at + i] >> 1);
             });
         });
     });
@@ -81,7 +84,8 @@ void Chunk::predict(const Part& part, size_t begin, size_t size, const void* who
 
 void Chunk::split(const void* whole) {
     with_float(plan_.shape.dtype, [&](auto type) {
-        using U = typename decltype(type)::U;
+        using F = decltype(type);
+        using U = typename F::U;
         const U* tensor = static_cast<const U*>(whole);
         with_instructions([&](auto) {
             for_pieces(plan_, *part_, begin_, size_, [&](size_t offset, size_t at, size_t count, size_t, size_t) {
@@ -91,6 +95,8 @@ void Chunk::split(const void* whole) {
                 const int plane = plan_.plane;
                 if (part_->alone)
                     for (size_t i = 0; i < count; ++i) value[i] = high_part(to_rotated(x[i]), prediction[i], plane);
+                else if (plan_.coarse)
+                    for (size_t i = 0; i < count; ++i) value[i] = number_of<F>(x[i], prediction[i], plan_.coarse);
                 else
                     for (size_t i = 0; i < count; ++i) value[i] = high_part(to_ordered(x[i]), prediction[i], plane);
             });
@@ -145,6 +151,8 @@ void Chunk::join(const uint8_t* lows, void* whole) const {
                     };
                     if (part_->alone)
                         for (size_t i = 0; i < count; ++i) out[i] = from_rotated(value(i));
+                    else if (plan_.coarse)
+                        for (size_t i = 0; i < count; ++i) out[i] = moved<F>(prediction[i], high[i], plan_.coarse.step);
                     else
                         for (size_t i = 0; i < count; ++i) out[i] = from_ordered(value(i));
                 });

@@ -27,9 +27,16 @@ struct Factors {
     const int32_t* columns = nullptr;  // rank × row length
 };
 
+struct Coarse;
+
 // Returns the body, made with the candidate (or none) that is expected to give the smallest.
 std::vector<uint8_t> encode(const Shape& shape, const void* tensor, const void* base, const std::vector<Factors>& candidates,
                             int threads);
+
+// Returns a body from which the first `base_values` values are restored approximately, and sets the number of those that have a
+// change of their own beside the low-rank one. Not for float64.
+std::vector<uint8_t> encode_coarse(const Shape& shape, const void* tensor, const void* base, const Factors& factors,
+                                   const Coarse& coarse, int threads, size_t& numbers);
 
 // Throws std::runtime_error if the body is not valid. Accesses no memory outside the buffers, whatever the body contains.
 void decode(const Shape& shape, const uint8_t* body, size_t bytes, const void* base, void* tensor, int threads);

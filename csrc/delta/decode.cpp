@@ -84,7 +84,10 @@ class TensorDecoder {
                                                    : plan_.plane == 5 || plan_.plane == 6;
         const uint8_t flags = in.get<uint8_t>();
         plan_.own_tables = in.get<uint64_t>();
-        if (!plane_fits || flags > (type_.width == 2 ? ALL_FLAGS : FEW_CHANGES - 1) || plan_.own_tables >> TABLES)
+        const bool coarse = flags & COARSE, few = flags & FEW_CHANGES;
+        const bool flags_fit =
+            flags < 2 * COARSE && !(few && (coarse || type_.width != 2)) && !(coarse && (plan_.plane || type_.width == 8));
+        if (!plane_fits || !flags_fit || plan_.own_tables >> TABLES)
             throw std::runtime_error("the compressed tensor uses a feature this version does not know");
         const size_t side_bytes = in.get<uint32_t>();
         read_side(BitReader(in.take(side_bytes), side_bytes), flags);
@@ -143,6 +146,11 @@ class TensorDecoder {
     };
 
     void read_side(BitReader in, uint8_t flags) {
+        if (flags & COARSE) {
+            plan_.coarse.step = bits_as<float>(uint32_t(in.get(32)));
+            if (!(plan_.coarse.step >= LEAST_STEP && plan_.coarse.step <= MOST_STEP))
+                throw std::runtime_error("the step of its changes is impossible");
+        }
         std::vector<bool> untouched(plan_.base_rows());
         if (flags & UNTOUCHED_ROWS)
             for (size_t row = 0; row < untouched.size(); ++row) untouched[row] = in.get(1);

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <memory>
 #include <numeric>
@@ -29,18 +30,23 @@ constexpr size_t LEAST_ROWS = 32;            // of these
 
 class TensorEncoder {
    public:
-    TensorEncoder(const Shape& shape, const void* tensor, const void* base, const Factors& factors, int threads)
+    TensorEncoder(const Shape& shape, const void* tensor, const void* base, const Factors& factors, int threads,
+                  const Coarse& coarse = {})
         : type_(float_type(shape.dtype)),
           tensor_(static_cast<const uint8_t*>(tensor)),
           base_(static_cast<const uint8_t*>(base)),
           threads_(threads) {
         plan_.shape = shape;
+        plan_.coarse = coarse;
         untouched_.resize(plan_.base_rows());
         plan_.set_rows(untouched_);
-        const bool few = !factors.rank && few_changed(true);
-        if (!few) compare_rows();
+        const bool few = !coarse && !factors.rank && few_changed(true);
+        if (!few) compare_rows(factors.rank);
         if (factors.rank && plan_.parts[1].first_row) move_base(factors);  // of no use if no coded row has a base
-        if (type_.width == 2) {
+        if (coarse) {
+            choose_scales(plan_, tensor_, base_, threads_);
+            choose_tables();
+        } else if (type_.width == 2) {
             if (few || few_changed())
                 choose_classes();
             else
@@ -79,6 +85,8 @@ class TensorEncoder {
         return coded_bits_ + 8.0 * double(plan_.plane) * double(values) + 8.0 * double(side().size());
     }
 
+    size_t numbers() const { return numbers_; }
+
     std::vector<uint64_t> count() const {
         std::vector<uint64_t> counts(TABLES * SYMBOLS);
         const auto chunk = std::make_unique<Chunk>(plan_);
@@ -102,6 +110,18 @@ class TensorEncoder {
         return std::memcmp(tensor_ + at, base_ + at, bytes(plan_.row_values(row))) == 0;
     }
 
+    // Returns whether a coarse change of any value in a row is not 0.
+    bool any_numbers(size_t row) const {
+        const size_t begin = row * plan_.shape.row_length, end = begin + plan_.row_values(row);
+        bool any = false;
+        with_float(plan_.shape.dtype, [&](auto type) {
+            using F = decltype(type);
+            const auto *x = reinterpret_cast<const typename F::U*>(tensor_), *b = reinterpret_cast<const typename F::U*>(base_);
+            for (size_t i = begin; i < end && !any; ++i) any = number_of<F>(x[i], b[i], plan_.coarse) != 0;
+        });
+        return any;
+    }
+
     // Returns the share of rows that changed, in a sample.
     double touched_rows() const {
         const size_t rows = plan_.base_rows(), sampled = std::min(rows, SAMPLED_ROWS);
@@ -110,8 +130,10 @@ class TensorEncoder {
         return double(touched) / double(sampled);
     }
 
-    void compare_rows() {
-        for (size_t row = 0; row < untouched_.size(); ++row) untouched_[row] = is_untouched(row);
+    // Finds the rows that stay as the base has them.
+    void compare_rows(int rank) {
+        for (size_t row = 0; row < untouched_.size(); ++row)
+            untouched_[row] = is_untouched(row) || (plan_.coarse && !rank && !any_numbers(row));
         plan_.set_rows(untouched_);
     }
 
@@ -281,6 +303,8 @@ class TensorEncoder {
         for (size_t done = (block.size - 1) / CHUNK * CHUNK + CHUNK; done > 0;) {
             done -= CHUNK;
             prepare(block, done, *chunk);
+            if (plan_.coarse && !block.part->alone)
+                numbers_ += chunk->size() - size_t(std::count(chunk->highs, chunk->highs + chunk->size(), 0));
             encoder.encode(chunk->contexts, chunk->highs, chunk->ids, chunk->size(), tables.data());
             chunk->put_lows(tensor_, out.data() + done * plane);
         }
@@ -290,6 +314,7 @@ class TensorEncoder {
 
     std::vector<uint8_t> side() const {
         BitWriter side;
+        if (plan_.coarse) side.put(bits_as<uint32_t>(plan_.coarse.step), 32);
         if (any_untouched())
             for (const bool untouched : untouched_) side.put(untouched, 1);
         if (!plan_.classes.empty()) put_classes(side, plan_.classes);
@@ -318,7 +343,8 @@ class TensorEncoder {
         };
         body.push_back(uint8_t(plan_.plane));
         body.push_back(uint8_t((any_untouched() ? UNTOUCHED_ROWS : 0) | (plan_.column_scales.empty() ? 0 : COLUMN_SCALES) |
-                               (change_.rank ? LOW_RANK : 0) | (plan_.classes.empty() ? 0 : FEW_CHANGES)));
+                               (change_.rank ? LOW_RANK : 0) | (plan_.classes.empty() ? 0 : FEW_CHANGES) |
+                               (plan_.coarse ? COARSE : 0)));
         append(&plan_.own_tables, 8);
         const uint32_t side_bytes = uint32_t(side.size());
         append(&side_bytes, 4);
@@ -338,6 +364,7 @@ class TensorEncoder {
     std::vector<uint8_t> moved_base_;
     std::vector<std::pair<size_t, Changes>> found_;  // few changes of some blocks, by the index of the block
     double coded_bits_ = 0;                          // estimated size of the values without their low bytes
+    mutable std::atomic<size_t> numbers_ = 0;        // of coarse changes that are not 0, in the blocks that are encoded
 };
 
 // Returns the candidate, or none, that is expected to give the smallest body. Of a large tensor, they are compared on a sample
@@ -384,6 +411,17 @@ Factors best_factors(const Shape& shape, const void* tensor, const void* base, c
 std::vector<uint8_t> encode(const Shape& shape, const void* tensor, const void* base, const std::vector<Factors>& candidates,
                             int threads) {
     return TensorEncoder(shape, tensor, base, best_factors(shape, tensor, base, candidates, threads), threads).encode();
+}
+
+std::vector<uint8_t> encode_coarse(const Shape& shape, const void* tensor, const void* base, const Factors& factors,
+                                   const Coarse& coarse, int threads, size_t& numbers) {
+    if (!(coarse.step >= LEAST_STEP && coarse.step <= MOST_STEP) || !(coarse.threshold >= 0 && coarse.threshold <= 2) ||
+        width(shape.dtype) == 8)
+        throw std::invalid_argument("coarse changes need a step of normal size, a threshold from 0 to 2, and at most 32 bits");
+    const TensorEncoder encoder(shape, tensor, base, factors, threads, coarse);
+    std::vector<uint8_t> body = encoder.encode();
+    numbers = encoder.numbers();
+    return body;
 }
 
 std::vector<uint64_t> count_symbols(const Shape& shape, const void* tensor, const void* base) {

@@ -1,23 +1,141 @@
-"""Encodes a tensor approximately: the change from the base, in steps that are larger than the spacing of its values."""
+"""Encodes a tensor approximately: the low-rank part of its change from the base, and the rest in steps of one size.
+
+The error of a value is about half a step, and changes far below a step take almost no bits. With one step for a whole model,
+each tensor and row therefore gets the bits that lower the error most (reverse water-filling; Cover, Thomas, section 10.3).
+"""
 
 from __future__ import annotations
 
-from hf_ext.storage.delta.codec import encode_raw
+import math
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import xxhash
+
+from hf_ext.storage.delta.change import Change
+from hf_ext.storage.delta.codec import encode_body, encode_raw, predicted_values, prediction_of
+from hf_ext.storage.delta.low_rank import coarse_change, spacing
+from hf_ext.storage.delta.payload import (
+    CODED,
+    STACKED,
+    Body,
+    Factors,
+    has_long_rows,
+    is_stack,
+    matrix_of,
+    row_length,
+    write_matrices,
+    write_payload,
+)
+from hf_ext.storage.native import FLOATS, _native, aligned
+from hf_ext.storage.prefetch import in_threads
 from hf_ext.storage.safetensors_file import RawTensor
+
+SAMPLE = 1 << 14  # values on which thresholds are compared
+THRESHOLDS = np.arange(0.5, 1.3, 0.05)  # in steps
+WORTH = math.log(2) / 6  # squared steps of error that one bit must save: what it saves where errors are small
+
+
+class Coarse(NamedTuple):
+    """A tensor that was encoded approximately.
+
+    Attributes:
+        payload: for `decode_raw`.
+        tensor: what it decodes to.
+        numbers: the number of values that have a change of their own beside the low-rank part.
+    """
+
+    payload: bytes
+    tensor: RawTensor
+    numbers: int
+
+
+class _Body(NamedTuple):
+    mode: int
+    base_values: int
+    body: Body
+    data: np.ndarray  # of the restored tensor
+    numbers: int
+
+
+def coarsened(tensor: RawTensor, base: RawTensor, step: float, name: str = "", base_name: str = "", threads: int = 1) -> Coarse:
+    """Compresses a tensor approximately.
+
+    Values that the base predicts are restored with an error of about half a step, or of half their spacing where that is
+    larger. Added rows, and float64, are exact.
+
+    Args:
+        tensor: of a float type.
+        base: its counterpart in the base model, as for `encode_raw`.
+        step: the smallest change of a single value, from 2^-100 to 2^100.
+        name, base_name, threads: as for `encode_raw`.
+    """
+    tensor.require_bytes(name)
+    base.require_bytes(base_name)
+    made = (_stack if is_stack(tensor.dtype, tensor.shape) else _body)(tensor, base, step, threads)
+    texts = (tensor.dtype, base.dtype, name, base_name) if made.base_values else (tensor.dtype, "", name, "")
+    checksum = xxhash.xxh3_64_intdigest(made.data)
+    payload = write_payload(texts, tensor.shape, made.mode, made.base_values, checksum, made.body)
+    return Coarse(payload, replace(tensor, data=made.data), made.numbers)
+
+
+def _stack(tensor: RawTensor, base: RawTensor, step: float, threads: int) -> _Body:
+    shape, count = tensor.shape[-2:], math.prod(tensor.shape[:-2])
+    predicted = predicted_values(tensor, base) // math.prod(shape)
+
+    def encode(i: int) -> _Body:
+        matrix = matrix_of(tensor, shape, i)
+        if i < predicted:
+            return _body(matrix, matrix_of(base, shape, i), step, -(-threads // count))
+        return _Body(*encode_body(matrix, None, 1, 1), matrix.data, 0)
+
+    made = in_threads(encode, count, threads)
+    table = [(part.mode, part.base_values, xxhash.xxh3_64_intdigest(part.data), part.body) for part in made]
+    data = np.concatenate([part.data for part in made])
+    return _Body(STACKED, predicted * math.prod(shape), write_matrices(table), data, sum(part.numbers for part in made))
+
+
+def _body(tensor: RawTensor, base: RawTensor, step: float, threads: int) -> _Body:
+    values, dtype, shape = predicted_values(tensor, base), tensor.dtype, tensor.shape
+    prediction = prediction_of(base, dtype, values)
+    if prediction is None or dtype == "F64":
+        return _Body(*encode_body(tensor, base, threads, 1), tensor.data, 0)
+    data, length, is_matrix = aligned(tensor.data, dtype), row_length(shape), has_long_rows(shape)
+    change = Change(data[: prediction.size], prediction, dtype, length if is_matrix else values)
+    factors = coarse_change(change, step, threads) if is_matrix else None
+    settings = step, threshold(change, factors, step), factors
+    body, numbers = _native.encode_coarse(data, prediction, FLOATS[dtype], length, values, threads, settings)
+    restored = np.empty_like(data)
+    _native.decode(body, (restored, prediction, FLOATS[dtype], length, values, threads))
+    return _Body(CODED, values, body, restored, numbers)
+
+
+def threshold(change: Change, factors: Factors | None, step: float) -> float:
+    """Returns the size, in steps, from which what remains of a value's change is worth its bits. A sample of rows decides."""
+    rows = change.sample(SAMPLE)
+    values, base = change.pair(rows)
+    if factors is not None:
+        left, right = (torch.from_numpy(part).double() for part in (factors.rows[rows], factors.columns))
+        base = (base + (left @ right).mul_(2.0**-factors.exponent)).to(values.dtype).float()
+    rest = np.nan_to_num((values.float() - base).numpy(), posinf=0, neginf=0)
+    units = np.exp2(spacing(base.numpy(), change.dtype).astype(np.float32)) / np.float32(step)  # in steps
+    fine, units = units <= 1, np.maximum(units, 1)
+    sizes = np.abs(rest) / (step * units)
+
+    def cost(least: float) -> float:
+        numbers = np.floor(sizes + (1 - np.where(fine, least, 0.5)))
+        counts = np.unique(numbers, return_counts=True)[1]
+        bits = float(counts @ np.log2(numbers.size / counts)) + np.count_nonzero(numbers)  # and the signs
+        return float(np.square((sizes - numbers) * units).sum()) + WORTH * bits
+
+    return float(min(THRESHOLDS, key=cost))
 
 
 def encode_coarse(
     tensor: RawTensor, base: RawTensor, step: float, name: str = "", base_name: str = "", threads: int = 1
 ) -> bytes:
-    """Compresses a tensor approximately to a payload, which `decode_raw` decodes as one of `encode_raw`.
-
-    A value that the base predicts is restored with an error of about half a step, or of half its spacing if that is larger.
-    Changes far below a step are lost. Other values (added rows) are exact.
-
-    Args:
-        tensor: of a float type.
-        base: its counterpart in the base model, as for `encode_raw`.
-        step: positive; 0 is exact.
-        name, base_name, threads: as for `encode_raw`.
-    """
-    return encode_raw(tensor, base, name, base_name, threads, level=1)
+    if step == 0:
+        return encode_raw(tensor, base, name, base_name, threads, level=1)
+    return coarsened(tensor, base, step, name, base_name, threads).payload

@@ -71,7 +71,7 @@ def encode_raw(
     if is_stack(tensor.dtype, tensor.shape):
         mode, base_values, body = _encode_stack(tensor, base, threads, level)
     else:
-        mode, base_values, body = _encode(tensor, base, threads, level)
+        mode, base_values, body = encode_body(tensor, base, threads, level)
     if base_values == 0 or base is None:
         base_name, base_dtype = "", ""
     else:
@@ -212,14 +212,14 @@ def stored_factors(payload: np.ndarray | bytes, header: Header) -> Factors | Non
 
 
 def _encode_stack(tensor: RawTensor, base: RawTensor | None, threads: int, level: int) -> tuple[int, int, Body]:
-    """Encodes each matrix of a tensor's last two dimensions. Returns as `_encode`."""
+    """Encodes each matrix of a tensor's last two dimensions. Returns as `encode_body`."""
     shape, count = tensor.shape[-2:], math.prod(tensor.shape[:-2])
-    predicted = _predicted_values(tensor, base) // math.prod(shape)
+    predicted = predicted_values(tensor, base) // math.prod(shape)
 
     def encode(i: int) -> tuple[int, int, int, Body]:
         matrix = matrix_of(tensor, shape, i)
         twin = None if base is None or i >= predicted else matrix_of(base, shape, i)
-        mode, base_values, body = _encode(matrix, twin, -(-threads // count), level)
+        mode, base_values, body = encode_body(matrix, twin, -(-threads // count), level)
         return mode, base_values, xxhash.xxh3_64_intdigest(matrix.data), body
 
     matrices = in_threads(encode, count, threads)
@@ -229,13 +229,13 @@ def _encode_stack(tensor: RawTensor, base: RawTensor | None, threads: int, level
     return STACKED, base_values, write_matrices(matrices)
 
 
-def _encode(tensor: RawTensor, base: RawTensor | None, threads: int, level: int) -> tuple[int, int, Body]:
+def encode_body(tensor: RawTensor, base: RawTensor | None, threads: int, level: int) -> tuple[int, int, Body]:
     """Returns the mode byte, the number of base values and the body of a tensor that is not STACKED."""
     mode, base_values, body = STORED, 0, memoryview(tensor.data)
     if tensor.dtype in FLOATS and tensor.data.size:
         narrow, fits = narrow_rows(tensor, math.prod(tensor.shape))
         coded = RawTensor(narrow, tensor.shape, cast(tensor.data, tensor.dtype, narrow)) if fits else tensor
-        base_values = _predicted_values(tensor, base)
+        base_values = predicted_values(tensor, base)
         for predicted in [base_values, 0] if base_values else [0]:
             candidate_mode, candidate = _encode_floats(tensor, coded, base, predicted, threads, level)
             if len(candidate) < len(body):
@@ -260,7 +260,7 @@ def _encode(tensor: RawTensor, base: RawTensor | None, threads: int, level: int)
     return mode, base_values, body
 
 
-def _predicted_values(tensor: RawTensor, base: RawTensor | None) -> int:
+def predicted_values(tensor: RawTensor, base: RawTensor | None) -> int:
     """Returns how many leading values of the tensor have a counterpart in the base: all, whole rows, or none."""
     if base is None or base.dtype not in FLOATS or len(base.shape) != len(tensor.shape):
         return 0
@@ -285,7 +285,7 @@ def _encode_floats(
     is_own, length = coded is tensor, row_length(tensor.shape)
     if is_own and not predicted and has_long_rows(tensor.shape) and (mixed := encode_mixed(tensor, length, threads)):
         return MIXED | FLOATS[mixed[0]] << 4, mixed[1]
-    data, prediction = aligned(coded.data, coded.dtype), _prediction(base, coded.dtype, predicted)
+    data, prediction = aligned(coded.data, coded.dtype), prediction_of(base, coded.dtype, predicted)
     changes = _changes(coded, data, prediction, threads, level)
     body = _native.encode(data, prediction, FLOATS[coded.dtype], length, predicted, threads, changes)
     return CODED | (0 if is_own else FLOATS[coded.dtype] << 4), body
@@ -297,7 +297,7 @@ def _decode_floats(body: np.ndarray, header: Header, base: RawTensor | None, dat
     if header.mode == MIXED:
         return decode_mixed(body, header.narrow, header.dtype, length, data, threads)
     coded = np.empty(header.values * WIDTHS[coded_dtype], np.uint8) if header.narrow else data
-    prediction = _prediction(base, coded_dtype, header.base_values)
+    prediction = prediction_of(base, coded_dtype, header.base_values)
     _native.decode(body, (coded, prediction, FLOATS[coded_dtype], length, header.base_values, threads))
     if header.narrow:
         _native.cast(coded, FLOATS[coded_dtype], data, FLOATS[header.dtype])
@@ -320,7 +320,7 @@ def _changes(
     return tuple(low_rank.changes(data[: prediction.size], prediction, tensor.dtype, length, level, threads))
 
 
-def _prediction(base: RawTensor | None, dtype: str, values: int) -> np.ndarray | None:
+def prediction_of(base: RawTensor | None, dtype: str, values: int) -> np.ndarray | None:
     """Returns the first `values` values of the base as `dtype`."""
     if base is None or values == 0:
         return None

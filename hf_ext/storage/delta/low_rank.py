@@ -48,6 +48,7 @@ class Grid(NamedTuple):
 
     variances: np.ndarray  # of the rounding errors of values of different magnitudes
     shares: np.ndarray  # of all values
+    least_gain: float = LEAST_GAIN
 
     @classmethod
     def of(cls, spacings: np.ndarray) -> Grid:
@@ -131,6 +132,26 @@ def changes(data: np.ndarray, prediction: np.ndarray, dtype: str, length: int, l
         # Steps finer than exact sums allow give the same factors.
         results += {factors.exponent: factors for factors in quantized if factors is not None}.values()
     return results
+
+
+def coarse_change(change: Change, step: float, threads: int = 1) -> Factors | None:
+    """Returns the low-rank part of a change that pays if values are restored to multiples of `step` only; None if none pays."""
+    rows, columns = change.shape
+    if min(rows, columns) < LEAST:
+        return None
+    spacings = np.maximum(spacings_of(change.values.reshape(-1), change.dtype), math.log2(step))
+    grid = Grid.of(spacings)._replace(least_gain=0)
+    start = glance(change, grid, MAX_RANK)
+    components = None if start is None else decompose(change, start, PASSES[3], threads)
+    if components is None:
+        return None
+    rank = min(best_rank(components.values, components.energy, (components.touched, columns), grid), MAX_RANK)
+    if rank == 0:
+        return None
+    root = torch.from_numpy(np.sqrt(components.values[:rank])).float()
+    left, right = components.left(rank) * root, components.right(rank) * root[:, None]
+    rest = components.energy_left(rank) / (components.touched * columns)
+    return quantize(left, right, step_exponent(left, right, rest + grid.mean))
 
 
 def glance(change: Change, grid: Grid, most: int) -> torch.Tensor | None:
@@ -258,7 +279,8 @@ def gram(vectors: torch.Tensor) -> torch.Tensor:
 
 def best_rank(values: np.ndarray, energy: float, shape: tuple[int, int], grid: Grid) -> int:
     """Returns the rank at which factors and rest together take the fewest bits, if the rest is white noise and each component
-    counts as LEAST_GAIN bits more for each value, because it takes time. Returns 0 if no rank saves a share of LEAST_SAVED.
+    counts as `grid.least_gain` bits more for each value, because it takes time. Returns 0 if no rank saves a share of
+    LEAST_SAVED.
 
     Args:
         values: the leading singular values of the change, in decreasing order.
@@ -278,7 +300,7 @@ def best_rank(values: np.ndarray, energy: float, shape: tuple[int, int], grid: G
         per_factor = np.log2(values[:, None] / (length * square[None, :])) / 2 + GAUSSIAN_BITS
         bits += length * np.triu(np.maximum(per_factor, 1)).sum(0)
     bits[share >= 0.5] = np.inf
-    best = int((bits + LEAST_GAIN * count * ranks).argmin())
+    best = int((bits + grid.least_gain * count * ranks).argmin())
     most = count * grid.bits(energy / count)
     return best + 1 if most - bits[best] > LEAST_SAVED * (most - count * grid.bits(0.0)) else 0
 

@@ -1,0 +1,50 @@
+// Coarse changes: a value is its base's plus a number of units. A unit is the tensor's step, or the spacing of values around
+// the base's where that is larger. Encoder and decoder share this.
+#pragma once
+
+#include <cmath>
+
+#include "../common/floats.h"
+
+namespace hf_ext::delta {
+
+constexpr float LEAST_STEP = 0x1p-100f, MOST_STEP = 0x1p100f;
+
+// A change of less than `threshold` units is left out.
+struct Coarse {
+    float step = 0;  // 0: values are exact
+    float threshold = 0.5f;
+
+    explicit operator bool() const { return step > 0; }
+    int quarter_octaves() const { return int(std::lround(4 * std::log2(double(step)))); }
+};
+
+template <class F>
+inline Real<F> unit_of(typename F::U base, Real<F> step) {
+    constexpr int BIAS = F::WIDTH == 64 ? 1023 : 127, SHIFT = F::WIDTH == 64 ? 52 : 23;
+    const Wide<F> field = Wide<F>(std::max(grid_exponent<F>(base) + F::ULP_BIAS + BIAS, 1));
+    return std::max(bits_as<Real<F>>(field << SHIFT), step);
+}
+
+template <class F>
+inline typename F::U moved(typename F::U base, int32_t number, Real<F> step) {
+    const typename F::U result = rounded<F>(finite_value<F>(base) + Real<F>(number) * unit_of<F>(base, step));
+    return number == 0 ? base : result;
+}
+
+// Returns the number of units for a value; 0 if it or its base is not finite, or the result would not be.
+template <class F>
+inline int32_t number_of(typename F::U value, typename F::U base, const Coarse& coarse) {
+    using U = typename F::U;
+    constexpr U MAGNITUDE = U(~F::SIGN);
+    constexpr Real<F> MOST = 1 << 20;
+    const bool finite = (U(value & MAGNITUDE) < F::INFINITY_BITS) & (U(base & MAGNITUDE) < F::INFINITY_BITS);
+    const Real<F> step = coarse.step, unit = unit_of<F>(base, step);
+    const Real<F> change = finite_value<F>(value) - finite_value<F>(base);
+    const Real<F> threshold = unit > step ? Real<F>(0.5) : Real<F>(coarse.threshold);
+    const int32_t size = int32_t(std::min(std::fabs(change) / unit, MOST) + (1 - threshold));
+    const int32_t number = finite ? (change < 0 ? -size : size) : 0;
+    return U(moved<F>(base, number, step) & MAGNITUDE) < F::INFINITY_BITS ? number : 0;
+}
+
+}  // namespace hf_ext::delta
