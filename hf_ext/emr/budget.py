@@ -1,0 +1,118 @@
+"""The steps in which the changes of a coded task are stored, from the size that it may take."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import xxhash
+
+from hf_ext.emr.checks import TaskModel
+from hf_ext.storage.delta.coarse import Coarse, coarsened
+from hf_ext.storage.native import WIDTHS, as_numbers, cast
+from hf_ext.storage.prefetch import in_threads, threads_for
+from hf_ext.storage.safetensors_file import Entry, RawTensor
+from hf_ext.storage.source import TensorSource
+
+FEW_VALUES = 1 << 25  # of a model whose tensors are all in the sample
+PLACES = 32  # of a sample: tensors that have the values at as many places, spread evenly over all values
+MOST_VALUES = 1 << 22  # of a tensor in the sample of a larger model
+FIRST_STEP = 2.5  # times the root mean square of the changes
+TINY = 1e-9
+ROUNDS, NEAR = 10, 0.03  # steps that are tried at most, and the share by which the result may be smaller than wanted
+VECTOR = 1 / 16  # of the step, for a tensor of one dimension: each of its values changes a whole row or column of activations
+
+
+def step_of(step: float, name: str, entry: Entry) -> float:
+    """Returns the step of a tensor, given that of its model.
+
+    The changes of 16-bit values are multiples of their spacing, a power of two, so that many values would get a number at once
+    as the step falls. Steps that differ by up to half an octave, in a fixed order without meaning, make the size fall evenly.
+    """
+    if len(entry.shape) < 2:
+        return step * VECTOR
+    return step * 2 ** (xxhash.xxh3_64_intdigest(name.encode()) / 2**64 - 0.5) if WIDTHS[entry.dtype] == 2 else step
+
+
+def choose_step(
+    model: TaskModel, base: TensorSource, names: Sequence[str], keep: float | None = None, bits: float | None = None
+) -> float:
+    """Returns the step at which a task takes so many bits per parameter, or so many of its values get a change of their own.
+
+    Args:
+        names: the tensors of the model that are coded.
+        keep: share of the values, from 0 to 1.
+        bits: per parameter. Either `keep` or `bits` is given.
+    """
+    wanted = bits if keep is None else keep
+    assert wanted is not None
+    sample = _sample(model, base, names)
+    shares: dict[float, float] = {}
+
+    def measure(step: float) -> float:
+        """Returns what a step makes of the sample: bits per parameter, or the share of values."""
+
+        def encode(i: int) -> Coarse:
+            name, _, tensor, prior = sample[i]
+            return coarsened(tensor, prior, step_of(step, name, model.tensors.entry(name)))
+
+        made = in_threads(encode, len(sample), threads_for(sum(tensor.data.size for _, _, tensor, _ in sample)))
+        amounts = [8 * len(part.payload) if keep is None else part.numbers for part in made]
+        parts = [count * amount / math.prod(tensor.shape) for (_, count, tensor, _), amount in zip(sample, amounts)]
+        shares[step] = sum(parts) / sum(count for _, count, *_ in sample)
+        return shares[step]
+
+    step, aim = FIRST_STEP * _size_of_changes(sample), (1 - NEAR / 2) * wanted
+    above, below = 0.0, math.inf  # steps that give more than wanted, and at most that
+    while step and len(shares) < ROUNDS:
+        if measure(step) > wanted:
+            above = max(above, step)
+        else:
+            below = min(below, step)
+            if shares[step] > (1 - NEAR) * wanted:
+                break
+        if above and below < math.inf:  # interpolates between the logarithms
+            part = math.log(shares[above] / aim) / math.log(shares[above] / max(shares[below], TINY))
+            step = above * (below / above) ** min(max(part, 0.1), 0.9)
+        else:
+            step *= min(max((shares[step] / aim) ** 0.75, 0.2), 5) * (1.1 if above else 0.9)
+    return below if below < math.inf else above
+
+
+def _sample(model: TaskModel, base: TensorSource, names: Sequence[str]) -> list[tuple[str, int, RawTensor, RawTensor]]:
+    """Returns tensors with the number of places in them, as they are in the model and in the base. Large ones are cut to rows
+    that are spread evenly."""
+    ends = np.cumsum([math.prod(model.tensors.entry(name).shape) for name in names])
+    places = (np.arange(PLACES) + 0.5) * (ends[-1] / PLACES)
+    counts, most = Counter(np.searchsorted(ends, places, side="right").tolist()), MOST_VALUES
+    if ends[-1] <= FEW_VALUES:
+        counts, most = Counter(dict(enumerate(np.diff(ends, prepend=0).tolist()))), FEW_VALUES
+    sample = []
+    for index, count in counts.items():
+        name = names[index]
+        tensor, prior = model.tensors.read(name), base.read(base.twin_of(name) or name)
+        if not tensor.shape:
+            continue
+        rows = min(tensor.shape[0], prior.shape[0])
+        kept = np.arange(0, rows, max(1, -(-math.prod(tensor.shape) // most)))
+        sample.append((name, count, *(_rows(part, kept) for part in (tensor, prior))))
+    return sample
+
+
+def _rows(tensor: RawTensor, rows: np.ndarray) -> RawTensor:
+    data = tensor.data.reshape(tensor.shape[0], -1)[rows].reshape(-1)
+    return RawTensor(tensor.dtype, (len(rows), *tensor.shape[1:]), data)
+
+
+def _size_of_changes(sample: Sequence[tuple[str, int, RawTensor, RawTensor]]) -> float:
+    """Returns the root mean square of the finite changes in a sample."""
+    squares, values = 0.0, 0
+    for _, _, tensor, prior in sample:
+        numbers = (as_numbers(data, tensor.dtype) for data in (tensor.data, cast(prior.data, prior.dtype, tensor.dtype)))
+        with np.errstate(invalid="ignore", over="ignore"):
+            change = np.subtract(*numbers, dtype=np.float64)
+        squares += float(np.square(change[np.isfinite(change)]).sum())
+        values += change.size
+    return math.sqrt(squares / values)
