@@ -2,31 +2,31 @@
 
     python benchmarks/emr.py --pairs pairs --data DIR
 
-``pairs`` is the folder that benchmarks/fine_tunes.py makes from the data sets in DIR. Every method keeps each task's own head,
-as the paper does; simple average, task arithmetic (scale 0.3) and TIES are PEFT's (peft.utils.merge_utils). T-Switch
-(arXiv 2412.00054) stores of each task a mask of its largest changes, their signs and one scale.
+``pairs`` is the folder that benchmarks/fine_tunes.py makes from the data sets in DIR. Every method keeps each task's own head.
+benchmarks/stored_tasks.py says what the other methods are. Ten tasks in one folder:
+
+    TASKS="trec cr subj sst2 mpqa source order halves asks length"
+    python benchmarks/fine_tunes.py --data DIR --out ten --steps 40 --tasks $TASKS
+    python benchmarks/emr.py --pairs ten --data DIR --sections size accuracy --bits 0.3 --tasks $TASKS
 """
 
 import argparse
-import math
 import statistics
 import tempfile
-from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 
+import numpy as np
 import torch
-from fine_tunes import FILES, minilm, read_split
+from fine_tunes import FILES, MADE, minilm, read_split
 from measuring import TORCH, fresh, peak_of, print_table, ratio, run_sections, size_of, timed
-from peft.utils.merge_utils import task_arithmetic, ties
 from safetensors.torch import load_file, save_file
+from stored_tasks import Tasks, compare, merged, points
 from transformers import AutoModel, AutoTokenizer
 from transformers import AutoModelForSequenceClassification as Classifier
 from transformers.utils import logging
 
-from hf_ext import emr
-
-REFERENCE_TASKS = ["trec", "cr", "subj", "sst2"]
-SWITCHED = (0.5, 0.2, 0.05)  # shares of the changes that T-Switch keeps
+from hf_ext import emr, fm_delta
 
 logging.disable_progress_bar()
 logging.set_verbosity_error()
@@ -35,14 +35,14 @@ logging.set_verbosity_error()
 # ---- accuracy --------------------------------------------------------------------------------------------------------
 
 
-class Accuracy:
-    """Test accuracy of a model on a task, with the batches of each task made once."""
+class Hits:
+    """The items of a task's test set that a model gets right, with the batches of each task made once."""
 
-    def __init__(self, data: Path):
-        self.data, self.batches = data, {}
+    def __init__(self, data: Path, pairs: Path):
+        self.data, self.pairs, self.batches = data, pairs, {}
         self.tokenizer = AutoTokenizer.from_pretrained(minilm())
 
-    def __call__(self, model: torch.nn.Module, task: str) -> float:
+    def __call__(self, task: str, weights: dict[str, torch.Tensor]) -> np.ndarray:
         if task not in self.batches:
             test = sorted(read_split(self.data, task)[1], key=lambda pair: len(pair[1]))
             parts = [test[i : i + 128] for i in range(0, len(test), 128)]
@@ -51,105 +51,24 @@ class Accuracy:
                 (self.tokenizer([text for _, text in part], **options), torch.tensor([label for label, _ in part]))
                 for part in parts
             ]
-        right = [(model.eval()(**inputs).logits.argmax(-1) == labels) for inputs, labels in self.batches[task]]
-        return float(torch.cat(right).float().mean())
+        model = Classifier.from_pretrained(self.pairs / task).eval()
+        model.load_state_dict(weights, strict=False)
+        with torch.inference_mode():
+            right = [(model(**inputs).logits.argmax(-1) == labels) for inputs, labels in self.batches[task]]
+        return torch.cat(right).numpy()
 
 
-def combined(
-    base: dict[str, torch.Tensor],
-    tasks: list[dict[str, torch.Tensor]],
-    combine: Callable[[list[torch.Tensor]], torch.Tensor],
-) -> dict[str, torch.Tensor]:
-    """Returns the base's weights plus the result of `combine` on the task vectors, tensor by tensor."""
-    return {
-        name: weight + combine([task[name] - weight for task in tasks])
-        for name, weight in base.items()
-        if name in tasks[0] and weight.is_floating_point()
-    }
-
-
-def peers(count: int) -> dict[str, Callable[[list[torch.Tensor]], torch.Tensor]]:
-    """Returns other merging methods, each of which makes one task vector from many."""
-    one = torch.ones(count)
-    return {
-        "simple average": lambda vectors: task_arithmetic(vectors, one / count),
-        "task arithmetic": lambda vectors: task_arithmetic(vectors, 0.3 * one),
-        "TIES (density 0.2, scale 1)": lambda vectors: ties(vectors, one, density=0.2),
-    }
-
-
-def task_switch(state: dict[str, torch.Tensor], base: dict[str, torch.Tensor], share: float) -> dict[str, torch.Tensor]:
-    """Returns the weights of one task under T-Switch: the base and, for this share of the changes, the largest ones of the
-    model, their signs times one scale that keeps the length of the task vector."""
-    vectors = {name: state[name] - weight for name, weight in base.items() if name in state and weight.is_floating_point()}
-    sizes = torch.cat([vector.abs().flatten() for vector in vectors.values()])
-    kept = max(1, int(share * sizes.numel()))
-    threshold = sizes.kthvalue(sizes.numel() - kept + 1).values
-    scale = sizes.norm() / kept**0.5
-    return {name: base[name] + scale * vector.sign() * (vector.abs() >= threshold) for name, vector in vectors.items()}
-
-
-def switch_bits(share: float) -> float:
-    """Returns the bits per parameter and task that the mask and the signs of T-Switch take with an ideal code."""
-    return share - share * math.log2(share) - (1 - share) * math.log2(1 - share)
-
-
-def switch_name(share: float) -> str:
-    return f"T-Switch, {100 * share:.0f} % of the changes ({switch_bits(share):.2f} bits a parameter and task)"
-
-
-def values_of(base: dict[str, torch.Tensor], task: dict[str, torch.Tensor]) -> int:
-    """Returns the number of parameters that are merged."""
-    return sum(weight.numel() for name, weight in base.items() if name in task and weight.is_floating_point())
+def tasks_of(args: argparse.Namespace) -> Tasks:
+    base = {f"bert.{name}": weight for name, weight in load_file(minilm() / "model.safetensors").items()}
+    return Tasks(minilm(), base, {task: args.pairs / task for task in args.tasks})
 
 
 def accuracy(args: argparse.Namespace) -> dict:
-    """Returns test accuracies as {group: {method: {task: accuracy}}}, for the four tasks of the reference and for all."""
-    measure, results = Accuracy(args.data), {}
-    groups = {"four tasks": [task for task in args.tasks if task in REFERENCE_TASKS], "all tasks": args.tasks}
-    base = {f"bert.{name}": weight for name, weight in load_file(minilm() / "model.safetensors").items()}
-    with torch.inference_mode():
-        single = {task: measure(Classifier.from_pretrained(args.pairs / task), task) for task in args.tasks}
-    for group, tasks in groups.items():
-        folders = {task: args.pairs / task for task in tasks}
-        rows = {"single models": {task: single[task] for task in tasks}}
-        with torch.inference_mode():
-            states = [load_file(folder / "model.safetensors") for folder in folders.values()]
-            for name, combine in peers(len(tasks)).items():
-                merged = combined(base, states, combine)
-                rows[name] = {}
-                for task in tasks:
-                    model = Classifier.from_pretrained(args.pairs / task)
-                    model.load_state_dict(merged, strict=False)
-                    rows[name][task] = measure(model, task)
-        for share in SWITCHED:
-            method = switch_name(share)
-            rows[method] = {}
-            for task, state in zip(tasks, states):
-                model = Classifier.from_pretrained(args.pairs / task)
-                model.load_state_dict(task_switch(state, base, share), strict=False)
-                with torch.inference_mode():
-                    rows[method][task] = measure(model, task)
-        for rescale in ("paper", "tensor_mean", "tensor"):
-            with tempfile.TemporaryDirectory() as out:
-                emr.merge(minilm(), folders, out, rescale=rescale, accept_conflicts=True)
-                model = Classifier.from_pretrained(out)
-                rows[f"EMR, rescale {rescale}"] = {}
-                for task in tasks:
-                    model.set_task(task)
-                    with torch.inference_mode():
-                        rows[f"EMR, rescale {rescale}"][task] = measure(model, task)
-        mean = {name: statistics.mean(row.values()) for name, row in rows.items()}
-        print_table(
-            f"Test accuracy, {group}",
-            ["method", "mean", "of single", *tasks],
-            [
-                [name, *(f"{value:.4f}" for value in (mean[name], mean[name] / mean["single models"], *row.values()))]
-                for name, row in rows.items()
-            ],
-        )
-        results[group] = rows
-    return results
+    """Returns hits, error and bits of each method at each size, and of EMR with other rescalers."""
+    tasks, hits = tasks_of(args), Hits(args.data, args.pairs)
+    with tempfile.TemporaryDirectory() as scratch:
+        rescalers = (merged(tasks, f"EMR, rescale {way}", Path(scratch, way), rescale=way) for way in ("paper", "tensor_mean"))
+        return compare("Test accuracy", tasks, chain(points(tasks, args.bits, Path(scratch)), rescalers), hits)
 
 
 # ---- size ------------------------------------------------------------------------------------------------------------
@@ -166,27 +85,21 @@ def half(args: argparse.Namespace, dtype: str, scratch: Path) -> tuple[Path, dic
 
 
 def size(args: argparse.Namespace) -> dict:
-    """Returns the bytes of the merge of all tasks and of its parts, by type."""
+    """Returns the bytes of the folders of all tasks, everything in them, by type."""
     results = {}
     for dtype in TORCH:
         with tempfile.TemporaryDirectory() as scratch:
             base, tasks = half(args, dtype, Path(scratch))
-            report = emr.merge(base, tasks, Path(scratch, "out"), accept_conflicts=True)
-            one = (tasks[args.tasks[0]] / "model.safetensors").stat().st_size
-            results[dtype] = {
-                "one fine-tune": one,
-                "merge": size_of(Path(scratch, "out")),
-                "elected": Path(scratch, "out", "model.safetensors").stat().st_size,
-                "mask bits": {task.task: task.mask_bits for task in report.tasks},
-            }
-    rows = []
-    for dtype, f in results.items():
-        one, merge, elected = (f[what] / 1e6 for what in ("one fine-tune", "merge", "elected"))
-        bits = list(f["mask bits"].values())
-        sizes = [f"{one:.1f}", f"{merge:.1f}", f"{100 * merge / one:.1f} %", f"{elected:.1f}"]
-        rows.append([dtype, *sizes, f"{statistics.mean(bits):.3f}", f"{max(bits):.3f}"])
-    header = ["type", "one fine-tune, MB", "merge, MB", "of one", "elected weights, MB", "mask bits/parameter, mean", "most"]
-    print_table(f"Size on disk of {len(args.tasks)} tasks, everything in the folder", header, rows)
+            for task, folder in tasks.items():
+                fm_delta.compress_checkpoint(folder, base, Path(scratch, "compressed", task))
+            for method in ("emr", "switch"):
+                emr.merge(base, tasks, Path(scratch, method), method=method, accept_conflicts=True)
+            results[dtype] = {"fine-tunes": sum(map(size_of, tasks.values()))}
+            results[dtype] |= {method: size_of(Path(scratch, method)) for method in ("compressed", "emr", "switch")}
+            results[dtype]["elected"] = size_of(Path(scratch, "emr"), "model.safetensors")
+    header = ["type", "fine-tunes, MB", "FM-Delta (exact), MB", "EMR, MB", "switch, MB", "EMR's elected weights, MB"]
+    rows = [[dtype, *(f"{size / 1e6:.1f}" for size in sizes.values())] for dtype, sizes in results.items()]
+    print_table(f"Size on disk of {len(args.tasks)} tasks, everything in the folders", header, rows)
     return results
 
 
@@ -296,7 +209,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=Path, required=True, help="folder made by benchmarks/fine_tunes.py")
     parser.add_argument("--data", type=Path, required=True, help="folder with TREC.train.all, custrev.all, …")
-    parser.add_argument("--tasks", nargs="+", default=list(FILES))
+    parser.add_argument("--tasks", nargs="+", default=list(FILES), choices=[*FILES, *MADE])
+    parser.add_argument("--bits", nargs="*", type=float, default=[0.05, 0.1, 0.3, 0.5, 0.9], help="sizes of the methods")
     run_sections(parser, SECTIONS)
 
 

@@ -1,6 +1,6 @@
 """Measure merging of fine-tunes that generate answers: exact matches compared with other methods.
 
-    python benchmarks/emr_generation.py --lm lm --data DIR --bbh BBH --out generation     # half an hour on one core
+    python benchmarks/emr_generation.py --lm lm --data DIR --bbh BBH --out generation     # an hour on one core
 
 ``lm`` is the folder that benchmarks/language_model.py makes; DIR holds the texts (see there), BBH is the folder bbh of
 github.com/suzgunmirac/BIG-Bench-Hard. SmolLM2-135M-Instruct is fine-tuned, all weights of it, on three tasks:
@@ -13,32 +13,27 @@ github.com/suzgunmirac/BIG-Bench-Hard. SmolLM2-135M-Instruct is fine-tuned, all 
 
 Weights are trained in float32 and saved in bf16, as ``generation/TASK``. Existing folders are skipped. All methods have their
 weights in bf16 on disk and compute in float32, since few CPUs compute in bf16. Decoding is greedy. An answer is right if its
-first line equals the expected one exactly. Simple average, task arithmetic (scale 0.3) and TIES are PEFT's. The sizes
-of FM-Delta, EMR and T-Switch are without the base, and that of T-Switch is the size of an ideal code.
-
-For EMR, one model is in memory. Batches of all tasks come in random order, and each call names its task:
-``model.generate(…, task="sort")``.
+first line equals the expected one exactly. benchmarks/stored_tasks.py says what the methods are, and how sizes count.
 """
 
 import argparse
 import json
 import random
-import statistics
 import sys
+import tempfile
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import torch
-from emr import SWITCHED, combined, peers, switch_bits, switch_name, task_switch, values_of
 from fine_tunes import read_split
 from language_model import save, train
-from measuring import print_table, run_sections, size_of
+from measuring import run_sections
 from safetensors.torch import load_file
+from stored_tasks import Tasks, compare, points
 from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, PreTrainedModel, set_seed
 from transformers.utils import logging
-
-from hf_ext import emr, fm_delta
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from prompted_tasks import answers, encoded, load_tokenizer, prompted  # noqa: E402
@@ -135,79 +130,31 @@ def fine_tune(args: argparse.Namespace, task: str) -> Path:
 # ---- accuracy --------------------------------------------------------------------------------------------------------
 
 
-def right(model: PreTrainedModel, tokenizer, name: str, pairs: Pairs, args: argparse.Namespace, **options) -> float:
-    """Returns the share of prompts of the task `name` that a model answers exactly."""
+def hits(model: PreTrainedModel, tokenizer, task: str, pairs: Pairs, args: argparse.Namespace) -> np.ndarray:
+    """Returns which prompts of a task a model answers exactly."""
     prompts, expected = zip(*pairs)
-    written = answers(model, tokenizer, list(prompts), args.max_length, max_new_tokens=NEW_TOKENS[name], **options)
-    return sum(map(str.__eq__, written, expected)) / len(pairs)
+    written = answers(model, tokenizer, list(prompts), args.max_length, max_new_tokens=NEW_TOKENS[task])
+    return np.array(written) == np.array(expected)
+
+
+def right(*args) -> float:
+    """Returns the share of prompts that a model answers exactly; the arguments are those of `hits`."""
+    return float(hits(*args).mean())
 
 
 def accuracy(args: argparse.Namespace) -> dict:
-    """Returns exact matches as {method: {task: share}}, and the bytes of each method's folders."""
+    """Returns the items that are right, error and bits of each method at each size."""
     base, folders = args.lm / "base", {task: fine_tune(args, task) for task in args.tasks}
-    tokenizer = load_tokenizer(base)
     tests = {task: sorted(items(args.data, args.bbh, task, args.test)[1], key=lambda item: len(item[0])) for task in folders}
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), load_tokenizer(base)
 
-    def load(folder: Path) -> PreTrainedModel:
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    def measure(task: str, weights: dict[str, torch.Tensor]) -> np.ndarray:
+        model.load_state_dict(weights, strict=False)  # the head is the embedding
+        return hits(model, tokenizer, task, tests[task], args)
 
-    def measured(model: PreTrainedModel, tasks: list[str]) -> dict[str, float]:
-        return {task: right(model, tokenizer, task, tests[task], args) for task in tasks}
-
-    model = load(base)
-    rows, sizes = {"base": measured(model, args.tasks)}, {"base": size_of(base)}
-    print(rows, flush=True)
-    rows["single models"], sizes["single models"] = {}, sum(map(size_of, folders.values()))
-    for task, folder in folders.items():
-        rows["single models"] |= measured(load(folder), [task])
-    print(rows, flush=True)
-    compressed = "single models by FM-Delta"
-    rows[compressed], sizes[compressed] = rows["single models"], 0  # it is lossless
-    for task, folder in folders.items():
-        fm_delta.compress_checkpoint(folder, base, args.out / "compressed" / task)
-        sizes[compressed] += size_of(args.out / "compressed" / task)
-
-    weights, *tasks = (
-        {name: weight.float() for name, weight in load_file(folder / "model.safetensors").items()}
-        for folder in (base, *folders.values())
-    )
-    for name, combine in peers(len(folders)).items():
-        merged = {key: weight.bfloat16() for key, weight in combined(weights, tasks, combine).items()}
-        model.load_state_dict(merged, strict=False)  # the head is the embedding
-        rows[name], sizes[name] = measured(model, args.tasks), size_of(base)
-        print(rows, flush=True)
-    for share in SWITCHED[:2]:
-        name = switch_name(share)
-        rows[name], sizes[name] = {}, int(len(folders) * switch_bits(share) / 8 * values_of(weights, tasks[0]))
-        for task, state in zip(folders, tasks):
-            model.load_state_dict(task_switch(state, weights, share), strict=False)
-            rows[name] |= measured(model, [task])
-        print(rows, flush=True)
-    del weights, tasks, merged
-
-    emr.merge(base, folders, args.out / "merged", accept_conflicts=True)
-    model = load(args.out / "merged")
-    requests = [(task, start) for task in folders for start in range(0, len(tests[task]), 25)]
-    random.Random(0).shuffle(requests)
-    hits = dict.fromkeys(folders, 0.0)
-    for task, start in requests:
-        part = tests[task][start : start + 25]
-        hits[task] += len(part) * right(model, tokenizer, task, part, args, task=task)
-    rows["EMR"] = {task: hits[task] / len(tests[task]) for task in folders}
-    sizes["EMR"] = size_of(args.out / "merged")
-
-    mean = {name: statistics.mean(row.values()) for name, row in rows.items()}
-    counts = ", ".join(f"{task} {len(tests[task])}" for task in folders)
-    print_table(
-        f"Exact matches of generated answers, and the size on disk of all tasks (test items: {counts})",
-        ["method", "mean", "of single", *folders, "MB"],
-        [
-            [name, *(f"{value:.3f}" for value in (mean[name], mean[name] / mean["single models"], *row.values()))]
-            + [f"{sizes[name] / 1e6:.0f}"]
-            for name, row in rows.items()
-        ],
-    )
-    return {"right": rows, "bytes": sizes}
+    tasks = Tasks(base, load_file(base / "model.safetensors"), folders)
+    with tempfile.TemporaryDirectory() as scratch:
+        return compare("Exact matches of generated answers", tasks, points(tasks, args.bits, Path(scratch)), measure)
 
 
 if __name__ == "__main__":
@@ -221,4 +168,5 @@ if __name__ == "__main__":
     parser.add_argument("--batch_size", type=int, default=8)
     parser.add_argument("--max_length", type=int, default=64, help="tokens of a prompt that are used, the last ones")
     parser.add_argument("--test", type=int, default=200, help="test items of each task")
+    parser.add_argument("--bits", nargs="*", type=float, default=[0.1, 0.3, 0.9], help="sizes of the methods")
     run_sections(parser, {"accuracy": accuracy})

