@@ -7,7 +7,7 @@ Each fine-tune is an ordinary checkpoint folder ``pairs/TASK``: AdamW, learning 
 The first task also gets a LoRA (rank 8 on all linear layers, learning rate 1e-3), as ``pairs/TASK-lora``. Existing folders are
 skipped. With --save_steps 34, each training also saves its checkpoints in ``pairs/TASK-trainer``.
 
-    python benchmarks/fine_tunes.py --data DIR --out ten --steps 40 \\
+    python benchmarks/fine_tunes.py --data DIR --out ten --steps 40 --rate 2e-4 \\
         --tasks trec cr subj sst2 mpqa source order halves asks length
 
 gives ten short fine-tunes of one base, without a LoRA. The last five tasks have labels that follow from the texts (`made`).
@@ -85,8 +85,9 @@ def read_split(data: Path, task: str) -> tuple[list, list]:
 
 
 def fine_tune(
-    base: Path, data: Path, task: str, out: Path, save_steps: int | None = None, lora: bool = False, steps: int | None = None
-) -> float:
+    base: Path, data: Path, task: str, out: Path, save_steps: int | None = None, rate: float = 5e-5, steps: int | None = None,
+    lora: bool = False,
+) -> float:  # fmt: skip
     """Trains one task, two epochs or so many steps, saves it to `out` (and every `save_steps` beside it), and returns its test
     accuracy."""
     set_seed(0)
@@ -102,7 +103,7 @@ def fine_tune(
     if lora:
         model = get_peft_model(model, LoraConfig(task_type="SEQ_CLS", r=8, lora_alpha=16, target_modules="all-linear"))
     arguments = TrainingArguments(
-        output_dir=str(out) + "-trainer", learning_rate=1e-3 if lora else 5e-5, num_train_epochs=2, max_steps=steps or -1,
+        output_dir=str(out) + "-trainer", learning_rate=1e-3 if lora else rate, num_train_epochs=2, max_steps=steps or -1,
         per_device_train_batch_size=32, per_device_eval_batch_size=128, save_only_model=True,
         save_strategy="steps" if save_steps else "no", save_steps=save_steps or 500,
         report_to=[], use_cpu=not torch.cuda.is_available(),
@@ -124,12 +125,13 @@ def main():
     parser.add_argument("--out", type=Path, required=True, help="where the fine-tuned checkpoints go")
     parser.add_argument("--tasks", nargs="+", default=list(FILES), choices=[*FILES, *MADE])
     parser.add_argument("--steps", type=int, help="train only so many steps, and no LoRA")
+    parser.add_argument("--rate", type=float, default=5e-5, help="learning rate")
     parser.add_argument("--save_steps", type=int, help="also keep a checkpoint every so many steps")
     args = parser.parse_args()
     for name in args.tasks if args.steps else [*args.tasks, f"{args.tasks[0]}-lora"]:
         task, out = name.removesuffix("-lora"), args.out / name
         if not (out / "tokenizer_config.json").exists():
-            accuracy = fine_tune(minilm(), args.data, task, out, args.save_steps, lora=task != name, steps=args.steps)
+            accuracy = fine_tune(minilm(), args.data, task, out, args.save_steps, args.rate, args.steps, task != name)
             print(f"{name}: test accuracy {accuracy:.4f}", flush=True)
 
 
