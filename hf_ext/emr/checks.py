@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from hf_ext.display import percent
 from hf_ext.errors import BaseModelError, CheckpointError
 from hf_ext.storage.names import layer_of
 from hf_ext.storage.source import TensorSource
@@ -107,6 +108,26 @@ def require_fine_tune(model: TaskModel, base: TensorSource, sums: Mapping[str, n
         raise BaseModelError(
             f"The weights of {model} differ from those of the base {base} by {math.sqrt(moved / weights):.2f} times the base's "
             f"own length: it is no fine-tune of this base. {GIVE_BASE}"
+        )
+
+
+def require_closer(figures: Mapping[str, tuple[float, float]]) -> None:
+    """Raises CheckpointError if a task would end farther from its own model than the base is.
+
+    Args:
+        figures: by task, the distance between the two, divided by that of the base, and the cosine of their changes.
+    """
+    worse = [
+        f"'{task}' ({percent(relative)} of the base's distance, cosine {cosine:.3f})"
+        for task, (relative, cosine) in figures.items()
+        if relative >= 1
+    ]
+    if worse:
+        raise CheckpointError(
+            f"Tasks conflict: the weights of {', '.join(worse)} would be farther from their own models than the base's. Store "
+            'them by another method (--method switch; in Python: method="switch"), merge fewer or more similar tasks, compress '
+            "each checkpoint exactly with hf-ext compress, or merge anyway with --accept-conflicts (in Python: "
+            "accept_conflicts=True)."
         )
 
 

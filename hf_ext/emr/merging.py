@@ -96,8 +96,7 @@ def add_task(
     """Adds a task to a merge.
 
     The other tasks keep all their bits. The new task keeps its own weights where no other task moved; elsewhere it takes the
-    elected weights that agree with its own. If it is then farther from its own model than the base is, this raises an error:
-    merge the original checkpoints again.
+    elected weights that agree with its own. If it is then farther from its own model than the base is, this raises an error.
 
     Args:
         src: folder or Hub id of the merge.

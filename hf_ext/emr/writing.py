@@ -14,6 +14,7 @@ from hf_ext.emr.checks import (
     GIVE_BASE,
     TaskModel,
     labels,
+    require_closer,
     require_fine_tune,
     require_known_names,
     require_one_class,
@@ -36,7 +37,7 @@ from hf_ext.storage.safetensors_file import RawTensor, float_name
 from hf_ext.storage.source import TensorSource
 
 CHUNK = 1 << 20  # values of each task worked on at a time
-RUNS, RUN = 24, 1 << 16  # of a sample: number of runs, and values in each
+RUNS, MORE_RUNS, RUN = 24, 240, 1 << 16  # of a sample: numbers of runs, and values in each
 SUM_NAMES = election.SUMS.names or ()
 RESCALE = ("tensor", "paper", "tensor_mean")
 
@@ -110,11 +111,16 @@ class MergeWriter:
                 folder = self.out / task_folder(model.task)
                 folder.mkdir(exist_ok=True)
                 write_json(folder / CONFIG, model.config)
+            records = {model: self._record(model, digest, rescale) for model in self.writers}
+            if not self.accept_conflicts:
+                require_closer({task.task: (task.report["relative"], task.report["cosine"]) for task in records.values()})
+            for model in self.models:
                 if model in self.writers:
-                    self.writers[model].finish(self._record(model, digest, rescale))
+                    self.writers[model].finish(records[model])
                 else:
                     assert self.standing is not None
-                    copy_task(self.standing.files[model.task], folder / FILE, elected=digest, ties=dict(model.ties))
+                    target = self.out / task_folder(model.task) / FILE
+                    copy_task(self.standing.files[model.task], target, elected=digest, ties=dict(model.ties))
         finally:
             for writer in self.writers.values():
                 writer.close()
@@ -230,55 +236,62 @@ class MergeWriter:
         """Raises CheckpointError if a sample shows that a task would end farther from its own model than the base is.
 
         The sample consists of runs of values, spread evenly over all parameters. Only a clear result counts: the task moved
-        most runs, and the mean is three standard errors or more. `_record` decides for the whole model.
+        many runs, and the mean is three standard errors or more. A task that moved few of them, as an adapter does, takes a
+        larger sample. In the end, the figures of the whole model decide.
         """
+        for runs in (RUNS, MORE_RUNS):
+            sums = self._sample(runs)
+            is_clear: dict[TaskModel, bool] = {}
+            figures: dict[str, tuple[float, float]] = {}
+            for model, totals in sums.items():
+                whole = {field: math.fsum(total[field] for total in totals) for field in SUM_NAMES}
+                scales = [election.rescaler(total if rescale == "tensor" else whole) for total in totals]
+                kept = [scale**2 * total["unified_squares"] for scale, total in zip(scales, totals)]
+                products = [scale * total["product"] for scale, total in zip(scales, totals)]
+                excess = [square - 2 * product for square, product in zip(kept, products)]
+                if 2 * sum(total["moved"] > 0 for total in totals) > RUNS:
+                    is_clear[model] = np.mean(excess) >= 3 * np.std(excess) / math.sqrt(runs)
+                    length = math.fsum(kept) * whole["task_squares"]
+                    cosine = math.fsum(products) / math.sqrt(length) if length else 0.0
+                    figures[model.task] = math.sqrt(max(1 + math.fsum(excess) / whole["task_squares"], 0)), cosine
+            if len(is_clear) == len(sums):
+                break
+        if any(is_clear.values()):
+            require_closer(figures)
+
+    def _sample(self, runs: int) -> dict[TaskModel, list[dict[str, float]]]:
+        """Returns the means of each new task's sums over each run of a sample."""
         sizes = {name: math.prod(self._stored(name)[1]) for name, voters in self.voters.items() if {*voters} & {*self.writers}}
         ends, names = np.cumsum(list(sizes.values())), list(sizes)
-        places = np.linspace(0, int(ends[-1]), RUNS, endpoint=False).astype(np.int64)
+        places = np.linspace(0, int(ends[-1]), runs, endpoint=False).astype(np.int64)
         sums: dict[TaskModel, list[dict[str, float]]] = {model: [] for model in self.writers}
         for index in sorted({*np.searchsorted(ends, places, side="right").tolist()}):
             name, first = names[index], int(ends[index]) - sizes[names[index]]
             begins = [min(int(place) - first, max(sizes[name] - RUN, 0)) for place in places if first <= place < ends[index]]
-            for model, total in self._sample(name, begins):
+            for model, total in self._sample_tensor(name, begins):
                 sums[model].append(total)
-        for model, totals in sums.items():
-            whole = {field: math.fsum(total[field] for total in totals) for field in SUM_NAMES}
-            scales = [election.rescaler(total if rescale == "tensor" else whole) for total in totals]
-            pairs = list(zip(scales, totals))
-            excess = [scale**2 * total["unified_squares"] - 2 * scale * total["product"] for scale, total in pairs]
-            moved = sum(total["moved"] > 0 for total in totals)
-            if 2 * moved > RUNS and np.mean(excess) >= 3 * np.std(excess) / math.sqrt(len(excess)):
-                kept = math.fsum(scale**2 * total["unified_squares"] for scale, total in pairs)
-                product = math.fsum(scale * total["product"] for scale, total in pairs)
-                raise self._conflict(model, product / math.sqrt(kept * whole["task_squares"]) if kept else 0.0)
+        return sums
 
-    def _sample(self, name: str, begins: Sequence[int]) -> Iterator[tuple[TaskModel, dict[str, float]]]:
+    def _sample_tensor(self, name: str, begins: Sequence[int]) -> Iterator[tuple[TaskModel, dict[str, float]]]:
         """Yields the mean of each new task's sums over runs of a tensor's values, one for each of `begins`."""
         dtype, shape = self._stored(name)
         twin, width = self._twin(name), WIDTHS[dtype]
         base, voters = self.base.read(twin), [model for model in self.voters[name] if model in self.writers]
         tensors = [model.tensors.read(name).data for model in voters]
-        standing = self.standing and name in self.standing.elected and self.standing.elected.read(name).data
+        standing = None
         for begin in begins:
             end = min(begin + RUN, math.prod(shape))
             prior = cast(base.data[begin * WIDTHS[base.dtype] : end * WIDTHS[base.dtype]], base.dtype, dtype)
-            elected = standing[begin * width : end * width].copy() if isinstance(standing, np.ndarray) else prior.copy()
-            _, sums = self._elect(dtype, prior, [data[begin * width : end * width] for data in tensors], elected)
+            parts = [data[begin * width : end * width] for data in tensors]
+            if all(np.array_equal(part, prior) for part in parts):
+                sums = np.zeros(len(voters), election.SUMS)
+            else:
+                if standing is None and self.standing is not None and name in self.standing.elected:
+                    standing = self.standing.elected.read(name).data
+                elected = prior.copy() if standing is None else standing[begin * width : end * width].copy()
+                _, sums = self._elect(dtype, prior, parts, elected)
             for model, total in zip(voters, sums):
                 yield model, {field: float(total[field]) / (end - begin) for field in SUM_NAMES}
-
-    def _conflict(self, model: TaskModel, cosine: float) -> CheckpointError:
-        """Returns the error for a task that would end farther from its own model than the base is."""
-        if self.standing is None:
-            reason = f"Task '{model.task}' conflicts with the other tasks"
-            advice = "Merge it with fewer or more similar tasks"
-        else:
-            reason = f"The election of {', '.join(self.standing.tasks)} does not suit task '{model.task}'"
-            advice = "Merge all original checkpoints again"
-        return CheckpointError(
-            f"{reason}: its weights would be farther from its own model than the base's (cosine {cosine:.3f}). {advice}, or "
-            "merge anyway with --accept-conflicts (in Python: accept_conflicts=True)."
-        )
 
     def _stored(self, name: str) -> tuple[str, tuple[int, ...]]:
         """Returns dtype and shape of a stored tensor: the base's shape if it is elected, else that of its first holder."""
@@ -306,8 +319,6 @@ class MergeWriter:
             else:
                 self.writers[model].add(OWN + name, model.tensors.read(name))
         record.report = figures_of(record, sums, values)
-        if record.report["relative"] >= 1 and not self.accept_conflicts:
-            raise self._conflict(model, record.report["cosine"])
         return record
 
     def _resized(self, model: TaskModel, name: str) -> int | None:

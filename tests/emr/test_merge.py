@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from pathlib import Path
 
@@ -596,25 +596,49 @@ def test_a_task_is_not_written_over(tmp_path, folders):
     assert contents(tmp_path / "task-cr") == before
 
 
-def test_a_task_that_the_others_leave_too_little_stops_the_merge_unless_told(tmp_path, caplog, monkeypatch):
-    base = weights()
+def conflicting(tmp_path: Path, strengths: Mapping[str, float], matrices: str) -> dict[str, Path]:
+    """Writes a base, and tasks that move it by random changes of these strengths: the strongest moves all weights, the others
+    those whose names contain `matrices`."""
+    base, strongest = weights(), max(strengths.values())
     write_folder(tmp_path / "base", base)
-    change = {name: 0.001 * torch.randn_like(tensor) for name, tensor in base.items()}
-    for task, factor in {"up": 1.0, "down": -0.9}.items():
-        write_folder(tmp_path / task, {name: tensor + factor * change[name] for name, tensor in base.items()})
-    logging.get_logger().addHandler(caplog.handler)
-    tasks = {"up": tmp_path / "up", "down": tmp_path / "down"}
-    with monkeypatch.context() as patch:
+    for seed, (task, strength) in enumerate(strengths.items()):
+        torch.manual_seed(seed)
+        moves = {name: strength * torch.randn_like(tensor) for name, tensor in base.items()}
+        moves = {name: move for name, move in moves.items() if strength == strongest or matrices in name}
+        write_folder(tmp_path / task, {name: tensor + moves.get(name, 0) for name, tensor in base.items()})
+    return {task: tmp_path / task for task in strengths}
+
+
+@pytest.mark.parametrize("matrices", ["", "up_proj"], ids=["all weights", "few matrices"])
+@pytest.mark.parametrize("added", [False, True], ids=["merge", "add_task"])
+def test_tasks_of_unequal_strength_stop_the_merge_with_their_figures_unless_accepted(
+    tmp_path, caplog, monkeypatch, matrices, added
+):
+    tasks = conflicting(tmp_path, {"noise": 0.01, "strong": 0.0004, "weak": 0.0001}, matrices)
+    merged, out = tmp_path / "merged", tmp_path / "out"
+    first, rest = {"noise": tasks.pop("noise")}, tasks
+    if added:
+        rest = {"weak": tasks["weak"]}
+        emr.merge(tmp_path / "base", first, merged)
+
+    def write(**options):
+        if added:
+            return emr.add_task(merged, "weak", tasks["weak"], out, **options)
+        return emr.merge(tmp_path / "base", first | rest, out, **options)
+
+    figures = ", ".join(f"'{task}' .[0-9.]+ % of the base's distance, cosine 0.[0-9]+." for task in rest)
+    expected = f"the weights of {figures} would be farther .*--method switch.* hf-ext compress.*--accept-conflicts"
+    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match=expected):
         patch.setattr(writing, "write_delta", None)  # a sample is enough
-        with pytest.raises(CheckpointError, match="Task 'down' conflicts .*--accept-conflicts"):
-            emr.merge(tmp_path / "base", tasks, tmp_path / "merged")
-    monkeypatch.setattr(writing.MergeWriter, "_require_agreement", lambda *_: None)  # as if no sample showed it
-    with pytest.raises(CheckpointError, match="Task 'down' conflicts"):
-        emr.merge(tmp_path / "base", tasks, tmp_path / "merged")
-    assert not (tmp_path / "merged").exists()
-    report = emr.merge(tmp_path / "base", tasks, tmp_path / "merged", accept_conflicts=True)
-    named = [f"'{task}' are farther from its own model than the base's" in caplog.text for task in ("up", "down")]
-    assert [task.relative >= 1 for task in report.tasks] == named and named[1]
+        write()
+    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match=expected):
+        patch.setattr(writing.MergeWriter, "_require_agreement", lambda *_: None)  # as if no sample showed it
+        write()
+    assert not out.exists()
+    logging.get_logger().addHandler(caplog.handler)
+    report = write(accept_conflicts=True)
+    named = {task for task in ("noise", "strong", "weak") if f"'{task}' are farther from its own model" in caplog.text}
+    assert {task.task for task in report.tasks if task.relative >= 1} == named == {*rest}
 
 
 # ---- adding a task ---------------------------------------------------------------------------------------------------
@@ -648,20 +672,6 @@ def test_a_task_that_moved_other_weights_is_added_exactly(tmp_path):
     emr.add_task(tmp_path / "merged", "b", tmp_path / "b", tmp_path / "more")
     emr.extract(tmp_path / "more", "b", tmp_path / "again")
     same_tensors(tensors_of(tmp_path / "again"), tensors_of(tmp_path / "b"))
-
-
-def test_a_task_that_the_election_does_not_suit_is_refused(tmp_path, monkeypatch):
-    base = weights()
-    write_folder(tmp_path / "base", base)
-    tuned = {name: tensor + 0.001 * torch.randn_like(tensor) for name, tensor in base.items()}
-    write_folder(tmp_path / "a", tuned)
-    write_folder(tmp_path / "b", {name: base[name] - 3 * (tuned[name] - base[name]) for name in base})
-    emr.merge(tmp_path / "base", {"a": tmp_path / "a"}, tmp_path / "merged")
-    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="does not suit task 'b'.* Merge all original"):
-        patch.setattr(writing, "write_delta", None)  # a sample is enough
-        emr.add_task(tmp_path / "merged", "b", tmp_path / "b", tmp_path / "more")
-    assert not (tmp_path / "more").exists()
-    emr.add_task(tmp_path / "merged", "b", tmp_path / "b", tmp_path / "more", accept_conflicts=True)
 
 
 def test_a_name_that_is_taken_and_a_folder_that_is_no_merge(tmp_path, folders):
