@@ -97,7 +97,7 @@ def _sample(model: TaskModel, base: TensorSource, names: Sequence[str]) -> list[
             continue
         rows = min(tensor.shape[0], prior.shape[0])
         kept = np.arange(0, rows, max(1, -(-math.prod(tensor.shape) // most)))
-        sample.append((name, count, *(_rows(part, kept) for part in (tensor, prior))))
+        sample.append((name, count, _rows(tensor, kept), _rows(prior, kept)))
     return sample
 
 
