@@ -17,6 +17,7 @@ TAIL_BITS = (3, 4, 5, 6, 7, 8, 10)
 TAIL_START = (0, 8, 24, 56, 120, 248, 504)
 ALONE_TABLE, TABLES, TABLE_BITS = 32, 33, 11
 FEW_CHANGES = 8
+COARSE = 16
 
 
 @dataclass
@@ -191,6 +192,15 @@ def move(bits: np.ndarray, change: np.ndarray, wide: bool, kind: FloatType) -> n
     return np.where(magnitude >= kind.infinity, bits, round_to(total.astype("<f8"), kind))
 
 
+def move_coarsely(bits: np.ndarray, numbers: np.ndarray, grid: np.ndarray, step: np.ndarray, kind: FloatType) -> np.ndarray:
+    """Adds to floats so many units, in float32, and rounds the sums to the type. A unit is the step, or the spacing of values
+    around the float if that is larger."""
+    unit = np.maximum(np.ldexp(np.float32(1), np.maximum(grid, -126)), step)
+    with np.errstate(all="ignore"):
+        total = numbers_of(bits, kind).astype("<f4") + numbers.astype("<i4").astype("<f4") * unit
+    return np.where(numbers == 0, bits, round_to(total.astype("<f8"), kind))
+
+
 def expected_magnitude(scale: np.ndarray, kind: FloatType) -> np.ndarray:
     """Returns floats of about 2^(scale / 4): octaves in the exponent field, quarters in the two top bits of the mantissa."""
     field = np.clip((scale // 4) + kind.exponent_bias, 0, (1 << kind.exponent) - 2)
@@ -309,12 +319,18 @@ def decode_body(
     # The header.
     require(len(body) >= 14, "the compressed tensor ends too early")
     plane, flags, own_tables, side_length = struct.unpack_from("<BBQI", body)
-    known = plane in kind.planes and flags < (16 if kind.width == 16 else 8) and own_tables < 1 << TABLES
+    known = plane in kind.planes and flags < 32 and own_tables < 1 << TABLES
+    known = known and not (flags & FEW_CHANGES and (flags & COARSE or kind.width != 16))
+    known = known and not (flags & COARSE and (plane or kind.width == 64))
     require(known, "the compressed tensor uses an unknown feature")
     require(len(body) >= 14 + side_length, "the compressed tensor ends too early")
 
     # The side information.
     side = Bits(body[14 : 14 + side_length])
+    step = np.zeros(1, np.float32)
+    if flags & COARSE:
+        step = np.array([side.take(32)], "<u4").view("<f4")
+        require(bool(2**-100 <= step[0] <= 2**100), "the step is impossible")
     coded_row = np.ones(row_count, bool)
     if flags & 1:
         coded_row[:base_rows] = [not side.take(1) for _ in range(base_rows)]
@@ -367,6 +383,12 @@ def decode_body(
         mantissa = kind.mantissa - 8 * plane
         if block[0] < base_values:
             grid = np.maximum(kind.exponent_field(moved[block]), 1) - kind.exponent_bias - kind.mantissa
+            if flags & COARSE:
+                least = (int(step.view("<u4")[0]) >> 21) - 4 * 127
+                context = contexts(scale - np.maximum(4 * grid, least) >> 1, mantissa)
+                numbers = decode_numbers(data, LANES[entry & 3], *context, tables)
+                out[block] = move_coarsely(moved[block], numbers, grid, step, kind)
+                continue
             shift, table = contexts(scale - 4 * grid - 32 * plane, mantissa)
             prediction, restore = to_ordered(moved[block], kind), from_ordered
         else:

@@ -44,7 +44,7 @@ class Chunk {
     const Plan& plan_;
     const Part* part_ = nullptr;
     size_t begin_ = 0, size_ = 0;
-    alignas(64) unsigned char predictions_[sizeof(uint64_t) * CHUNK];  // ordered, rotated where there is no base, as they are if coarse
+    alignas(64) unsigned char predictions_[sizeof(uint64_t) * CHUNK];  // ordered; rotated without a base; as they are if coarse
 };
 
 }  // namespace hf_ext::delta
