@@ -4,7 +4,7 @@ For benchmarks/emr.py and benchmarks/emr_generation.py. A size is in bits per pa
 
 - hf_ext and EMR, FM-Delta: all safetensors files of their folders.
 - T-Switch (arXiv 2412.00054): a mask of the largest changes of a task, their signs and one scale that keeps the length of the
-  task vector. The size is that of an ideal code of mask and signs.
+  task vector; "least error" has the scale of the smallest L2 distance. The size is that of an ideal code of mask and signs.
 - BitDelta (arXiv 2402.10193): of each matrix, the signs of its change and one scale, without the training of the scales. Other
   tensors are kept. Zeros stay zeros, which its one bit cannot say.
 - LoRA: hf_ext.fm_delta.extract_lora, of the rank that comes closest to the size, counted in 16 bits. Embeddings and others
@@ -89,7 +89,7 @@ def one_model(tasks: Tasks) -> Iterator[Point]:
         yield Point(name, tasks.bits(size), lambda task, own, merged=merged: tasks.with_changes(merged))
 
 
-def task_switch(tasks: Tasks, bits: float) -> Point:
+def task_switch(tasks: Tasks, bits: float, least: bool = False) -> Point:
     """T-Switch with the share of changes whose mask and signs take so many bits."""
 
     def cost(share: float) -> float:
@@ -102,10 +102,10 @@ def task_switch(tasks: Tasks, bits: float) -> Point:
         sizes = torch.cat([vector.abs().flatten() for vector in vectors.values()])
         kept = int(share * sizes.numel())
         threshold = sizes.kthvalue(sizes.numel() - kept + 1).values
-        scale = sizes.norm() / kept**0.5
+        scale = sizes[sizes >= threshold].mean() if least else sizes.norm() / kept**0.5
         return tasks.with_changes({name: scale * v.sign() * (v.abs() >= threshold) for name, v in vectors.items()})
 
-    return Point(f"T-Switch, {100 * share:.1f} % of the changes", cost(share), weights)
+    return Point(f"T-Switch{' of least error' * least}, {100 * share:.1f} % of the changes", cost(share), weights)
 
 
 def bit_delta(tasks: Tasks) -> Point:
@@ -170,6 +170,7 @@ def points(tasks: Tasks, bits: Sequence[float], scratch: Path) -> Iterator[Point
         yield switched(tasks, scratch / f"switch{i}", size)
     for size in bits:
         yield task_switch(tasks, size)
+        yield task_switch(tasks, size, least=True)
     for size in bits:
         yield lora(tasks, size)
     yield bit_delta(tasks)
