@@ -111,11 +111,12 @@ def require_fine_tune(model: TaskModel, base: TensorSource, sums: Mapping[str, n
         )
 
 
-def require_closer(figures: Mapping[str, tuple[float, float]]) -> None:
+def require_closer(figures: Mapping[str, tuple[float, float]], are_coded: bool = False) -> None:
     """Raises CheckpointError if a task would end farther from its own model than the base is.
 
     Args:
         figures: by task, the distance between the two, divided by that of the base, and the cosine of their changes.
+        are_coded: in few bits, rather than elected.
     """
     worse = [
         f"'{task}' ({percent(relative)} of the base's distance, cosine {cosine:.3f})"
@@ -123,11 +124,11 @@ def require_closer(figures: Mapping[str, tuple[float, float]]) -> None:
         if relative >= 1
     ]
     if worse:
+        advice = 'Store them by another method (--method switch; in Python: method="switch"), merge fewer or more similar tasks'
         raise CheckpointError(
-            f"Tasks conflict: the weights of {', '.join(worse)} would be farther from their own models than the base's. Store "
-            'them by another method (--method switch; in Python: method="switch"), merge fewer or more similar tasks, compress '
-            "each checkpoint exactly with hf-ext compress, or merge anyway with --accept-conflicts (in Python: "
-            "accept_conflicts=True)."
+            f"Tasks {'get too few bits' if are_coded else 'conflict'}: the weights of {', '.join(worse)} would be farther from "
+            f"their own models than the base's. {'Give them more' if are_coded else advice}, compress each checkpoint exactly "
+            "with hf-ext compress, or merge anyway with --accept-conflicts (in Python: accept_conflicts=True)."
         )
 
 

@@ -1,17 +1,14 @@
-"""Coded tasks (`method="switch"`): each tensor is the base's, moved by an approximate change of a size to choose."""
+"""Coded tasks (`method="switch"`): the size that a user chooses, and what is lost."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from hf_ext.emr import election
 from hf_ext.errors import CheckpointError
-from hf_ext.storage.delta.coarse import encode_coarse
-from hf_ext.storage.delta.codec import decode_raw
 from hf_ext.storage.native import WIDTHS, cast
 from hf_ext.storage.prefetch import threads_for
 from hf_ext.storage.safetensors_file import RawTensor
@@ -19,7 +16,8 @@ from hf_ext.storage.safetensors_file import RawTensor
 METHODS = ELECTED, CODED = "emr", "switch"
 BITS = 0.25  # per parameter and task, by default
 LEAST_BITS = 0.001  # per parameter and task
-FINER = 16  # a vector's steps are finer than a matrix's by this factor: norms and biases are few, and matter
+ENTRY = 250  # bytes that the entry of a tensor takes in the headers of a folder, about
+EXACT = 2.0**-60  # a step at which no change is lost
 CHUNK = 1 << 20  # values worked on at a time
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
@@ -70,17 +68,21 @@ def _bytes(size: int | str) -> int:
     return number
 
 
-def code(
-    tensor: RawTensor, base: RawTensor, step: float, name: str, base_name: str
-) -> tuple[bytes, Mapping[str, float]]:
-    """Codes a task's tensor approximately.
-
-    Returns:
-        The payload, and the sums `election.SUMS` of the tensor and its approximation, which takes the unified vector's place.
-        If there are values that are not finite, the payload is empty.
-    """
-    threads = threads_for(tensor.data.size)
-    sums = dict.fromkeys(election.SUMS.names or (), 0.0)
-    for name_of_sum in ("moved", "task_l1", "task_squares", "base_squares", "not_finite"):
-        sums[name_of_sum] = 0.0
-    return b"", sums
+def sums_of(tensor: RawTensor, base: RawTensor, near: RawTensor) -> np.ndarray:
+    """Returns the sums `election.SUMS` of a task's tensor and of its approximation, which takes the unified vector's place."""
+    dtype, threads = tensor.dtype, threads_for(tensor.data.size)
+    width, base_width = WIDTHS[dtype], WIDTHS[base.dtype]
+    values, total = min(tensor.data.size // width, base.data.size // base_width), np.zeros((), election.SUMS)
+    for begin in range(0, values, CHUNK):
+        end = min(begin + CHUNK, values)
+        prior = cast(base.data[begin * base_width : end * base_width], base.dtype, dtype)
+        own, approximate = (cast(part.data[begin * width : end * width], dtype, dtype) for part in (tensor, near))
+        elected = np.empty_like(prior)
+        _, (exact, coded) = election.elect(dtype, prior, [own, approximate], elected, threads)
+        _, [off] = election.elect(dtype, approximate, [own], elected, threads)
+        for field in ("moved", "task_l1", "task_squares", "base_squares", "not_finite"):
+            total[field] += exact[field]
+        total["unified_l1"] += coded["task_l1"]
+        total["unified_squares"] += coded["task_squares"]
+        total["product"] += (exact["task_squares"] + coded["task_squares"] - off["task_squares"]) / 2
+    return total

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.utils.logging import get_logger
 
 from hf_ext.display import markdown_table, megabytes
+from hf_ext.emr.coding import CODED, ELECTED, Budget, budget_of
 from hf_ext.emr.folder import (
     MergeFolder,
     files_of,
@@ -49,9 +50,17 @@ def merge(
     max_shard_size: int | str = "50GB",
     overwrite: bool = False,
     accept_conflicts: bool = False,
+    method: str = ELECTED,
+    keep: float | None = None,
+    bits: float | None = None,
+    size: int | str | None = None,
 ) -> MergeReport:
-    """Merges fine-tunes of one base model into one folder that restores each of them approximately (EMR-Merging, arXiv
-    2405.17461). `from_pretrained` loads the first task; `model.set_task` switches.
+    """Merges fine-tunes of one base model into one folder that restores each of them approximately. `from_pretrained` loads the
+    first task; `model.set_task` switches.
+
+    The method "emr" (EMR-Merging, arXiv 2405.17461) elects one set of weights, of which each task takes those under its mask.
+    The method "switch" codes each task's change from the base by itself, in a size to choose: for tasks of unequal strength,
+    for the smallest folder, and where tasks come and go.
 
     Args:
         base: folder or Hub id of the model that all tasks were fine-tuned from.
@@ -65,6 +74,9 @@ def merge(
         overwrite: replace files of a folder that holds something else than a merge.
         accept_conflicts: merge tasks that end farther from their own models than the base is. By default, an error says so
             before anything is written.
+        method: "emr" or "switch".
+        keep, bits, size: for "switch", one of: the share of the values that get a change of their own, up to 1; the bits per
+            parameter and task; the size of the folder, in bytes or as "50MB". Defaults to 0.25 bits.
 
     Returns:
         A report of how close each task is to its own model.
@@ -79,7 +91,9 @@ def merge(
     if not tasks:
         raise CheckpointError("There are no tasks to merge; give at least one.")
     require_another_folder(Path(out), [base])
-    return _write(lambda: open_plain(base, revision), tasks, Path(out), rescale, max_shard_size, overwrite, accept_conflicts)
+    budget = budget_of(method, keep, bits, size)
+    options = rescale, max_shard_size, overwrite, accept_conflicts, budget
+    return _write(lambda: open_plain(base, revision), tasks, Path(out), *options)
 
 
 def add_task(
@@ -92,11 +106,16 @@ def add_task(
     max_shard_size: int | str = "50GB",
     overwrite: bool = False,
     accept_conflicts: bool = False,
+    method: str | None = None,
+    keep: float | None = None,
+    bits: float | None = None,
+    size: int | str | None = None,
 ) -> MergeReport:
     """Adds a task to a merge.
 
-    The other tasks keep all their bits. The new task keeps its own weights where no other task moved; elsewhere it takes the
-    elected weights that agree with its own. If it is then farther from its own model than the base is, this raises an error.
+    The other tasks keep all their bits. With the method "emr", the new task keeps its own weights where no other task moved;
+    elsewhere it takes the elected weights that agree with its own. If it is then farther from its own model than the base is,
+    this raises an error: merge the original checkpoints again, or add it with the method "switch".
 
     Args:
         src: folder or Hub id of the merge.
@@ -106,7 +125,8 @@ def add_task(
         rescale: as in `merge`, for the new task.
         base: folder or Hub id of the base, if it is no longer where config.json says.
         max_shard_size: as in `save_pretrained`.
-        overwrite, accept_conflicts: as in `merge`.
+        overwrite, accept_conflicts, keep, bits, size: as in `merge`.
+        method: as in `merge`; defaults to that of the merge's last task.
 
     Raises:
         CheckpointError: the merge has a task of that name, its election does not suit the new task, or `out` holds something
@@ -115,7 +135,9 @@ def add_task(
     merged = MergeFolder(_folder_of(src), base)
     if name in merged.tasks:
         raise CheckpointError(f"{src} has a task '{name}' already; give the new task another name.")
-    return _write(lambda: merged.base, {name: task}, Path(out), rescale, max_shard_size, overwrite, accept_conflicts, merged)
+    method = method or (CODED if merged.files[merged.tasks[-1]].coded else ELECTED)
+    options = rescale, max_shard_size, overwrite, accept_conflicts, budget_of(method, keep, bits, size)
+    return _write(lambda: merged.base, {name: task}, Path(out), *options, merged)
 
 
 def extract(
@@ -163,7 +185,7 @@ def verify(src: str | os.PathLike, base: str | os.PathLike | None = None) -> int
         base: folder or Hub id of the base, if it is no longer where config.json says.
 
     Returns:
-        The number of tensors and masks.
+        The number of tensors, masks and coded changes.
 
     Raises:
         CorruptFileError, BaseModelError: names the first tensor or mask that is damaged.
@@ -174,6 +196,8 @@ def verify(src: str | os.PathLike, base: str | os.PathLike | None = None) -> int
         merged.task_config(task)
         for name in file.record.modulated:
             merged.modulator(task, name)
+        for name in file.coded:
+            file.decoded(name, merged.base)
     names = merged.elected.names()
     with progress("Verifying", len(names)) as bar:
         for _ in Prefetcher(merged.verify_tensor, {name: merged.elected.entry(name).nbytes for name in names}):
@@ -188,7 +212,7 @@ def report(src: str | os.PathLike) -> MergeReport:
     records: dict[str, dict[str, Any]] = {task: file.record.report for task, file in files.items()}
     try:
         tasks = [
-            TaskReport(**figures, task=task, mask_bits=8 * files[task].masks_size() / max(figures["parameters"], 1))
+            TaskReport(**figures, task=task, bits=8 * files[task].modulators_size() / max(figures["parameters"], 1))
             for task, figures in records.items()
         ]
     except (TypeError, KeyError) as error:
@@ -204,6 +228,7 @@ def _write(
     max_shard_size: int | str,
     overwrite: bool,
     accept_conflicts: bool,
+    budget: Budget | None,
     merged: MergeFolder | None = None,
 ) -> MergeReport:
     """Writes the folder of a merge of these tasks, after those of `merged` if it is given."""
@@ -221,14 +246,15 @@ def _write(
             require_another_folder(written, needed)
         require_one_structure(models)
         models = with_one_name_each(models, base)
-        MergeWriter(base, _config_of(base), models, stage, merged, accept_conflicts).write(rescale, max_shard_size)
+        writer = MergeWriter(base, _config_of(base), models, stage, merged, accept_conflicts, budget)
+        writer.write(rescale, max_shard_size)
         finished = report(stage)
         _write_card(stage, finished, base, folders, out)
     for task in finished.tasks:
         if task.relative >= 1:
             logger.warning(
-                f"The weights of task '{task.task}' are farther from its own model than the base's (cosine {task.cosine:.3f}): "
-                "it conflicts with the other tasks. Merge it with fewer or more similar tasks."
+                f"The weights of task '{task.task}' are farther from its own model than the base's (cosine {task.cosine:.3f})"
+                + (": it conflicts with the other tasks." if task.step is None else ". Give it more bits.")
             )
     return finished
 

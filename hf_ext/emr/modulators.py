@@ -1,4 +1,4 @@
-"""The file of one task of a merge: its masks and rescalers, or coded tensors, and own tensors. docs/emr_format.md describes the bytes.
+"""The file of one task of a merge: its masks, rescalers, coded and own tensors. docs/emr_format.md describes the bytes.
 
 It is a safetensors file. Masks are deflated (zlib), so rows that no task or only one task changed take almost no space. All
 contents have checksums, which are checked before use.
@@ -40,7 +40,12 @@ NO_ASSETS = re.compile(
     r".*\.safetensors"
 )
 TRAINING = re.compile(r"checkpoint-\d+|global_step\d+|runs")  # folders of a training's state
-MASK, OWN, ROWS, CODE = "mask/", "own/", "rows/", "code/"  # the kinds of entries: each name is one of these and the tensor's name
+MASK, OWN, ROWS, CODE = (
+    "mask/",
+    "own/",
+    "rows/",
+    "code/",
+)  # the kinds of entries: each name is one of these and the tensor's name
 
 
 def is_asset(name: str) -> bool:
@@ -190,9 +195,7 @@ class TaskFile:
             self.record = _record_of(fields)
         except (TypeError, ValueError, AttributeError) as error:
             raise CorruptFileError(f"The header of {path} contains invalid values: {error}.") from error
-        own, self.coded = (
-            [key.removeprefix(kind) for key in self.entries if key.startswith(kind)] for kind in (OWN, CODE)
-        )
+        own, self.coded = ([key.removeprefix(kind) for key in self.entries if key.startswith(kind)] for kind in (OWN, CODE))
         self._names = dict.fromkeys(sorted([*self.record.modulated, *self.record.shared, *self.coded, *own]))
         self._headers: dict[str, Header] = {}
         if lost := self.record.ties.values() - self._names.keys():

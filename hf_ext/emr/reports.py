@@ -10,22 +10,22 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from hf_ext.display import COLORS, label, megabytes, new_figure, percent, save_figure, table
-from hf_ext.emr.modulators import TaskRecord
 
 
 @dataclass(frozen=True)
 class TaskReport:
-    """A task compared with its single model, over all elected parameters (the paper's figure 4).
+    """A task compared with its single model, over all elected or coded parameters (the paper's figure 4).
 
     Attributes:
-        parameters: number of parameters in the election.
-        scale, least_scale, largest_scale: λ over the whole model, and the range of the λ in use.
-        density: share of parameters under the task's mask.
+        parameters: number of elected or coded parameters.
+        scale, least_scale, largest_scale: λ over the whole model, and the range of the λ in use, which is 1 for a coded task.
+        density: share of parameters under the task's mask, or with a coded change of their own.
         conflicts: share of the parameters that the task moved whose elected sign is the opposite one.
         distance: L2 distance between the task's weights and the single model's; `relative` divides it by the length of the task
             vector.
         cosine: of the single model's task vector and the merge's.
-        mask_bits: size of the masks in the file, in bits per parameter.
+        bits: size of the masks or the coded changes in the file, in bits per parameter.
+        step: size of the steps of a coded task; None for an elected one.
     """
 
     task: str
@@ -38,19 +38,17 @@ class TaskReport:
     distance: float
     relative: float
     cosine: float
-    mask_bits: float
+    bits: float
+    step: float | None = None
 
 
 COLUMNS = (
     "task",
-    "λ",
-    "λ in use",
-    "mask density",
-    "sign conflicts",
-    "L2 distance",
-    "relative",
+    "λ or step",
+    "share",
+    "relative L2",
     "cosine",
-    "mask bits/parameter",
+    "bits/parameter",
 )
 
 
@@ -73,14 +71,11 @@ class MergeReport:
         return [
             (
                 t.task,
-                f"{t.scale:.4f}",
-                f"{t.least_scale:.3f} to {t.largest_scale:.3f}",
+                f"λ {t.scale:.4f}" if t.step is None else f"step {t.step:.2g}",
                 percent(t.density),
-                percent(t.conflicts),
-                f"{t.distance:.4f}",
                 percent(t.relative),
                 f"{t.cosine:.4f}",
-                f"{t.mask_bits:.3f}",
+                f"{t.bits:.3f}",
             )
             for t in self.tasks
         ]
@@ -101,8 +96,8 @@ class MergeReport:
         panels = {
             "Cosine to the single model": ("cosine", 1, "1 is the same direction"),
             "L2 distance": ("relative", 100, "% of the task vector"),
-            "Sign conflicts": ("conflicts", 100, "% of the moved parameters"),
-            "Mask density": ("density", 100, "% of all parameters"),
+            "Masked or changed alone": ("density", 100, "% of all parameters"),
+            "Size": ("bits", 1, "bits per parameter"),
         }
         names = [task.task for task in self.tasks]
         figure = new_figure(11, max(2.4, 0.32 * len(names) + 1.3))
@@ -116,13 +111,12 @@ class MergeReport:
         save_figure(figure, path)
 
 
-def figures_of(record: TaskRecord, sums: Mapping[str, np.ndarray], values: Mapping[str, int]) -> dict[str, float]:
-    """Returns a task's figures, from the sums of each of its tensors (SUMS) and their numbers of values."""
+def figures_of(scales: Mapping[str, float], sums: Mapping[str, np.ndarray], values: Mapping[str, int]) -> dict[str, float]:
+    """Returns a task's figures, from the λ in use and the sums of each of its tensors (SUMS) and their numbers of values."""
 
     def total(field: str) -> float:
         return math.fsum(float(tensor[field]) for tensor in sums.values())
 
-    scales = {name: record.modulated[name].scale for name in sums}
     used = [scale for scale in scales.values() if scale]
     product = math.fsum(scales[name] * float(tensor["product"]) for name, tensor in sums.items())
     kept = math.fsum(scales[name] ** 2 * float(tensor["unified_squares"]) for name, tensor in sums.items())

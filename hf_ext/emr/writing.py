@@ -9,7 +9,9 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
+from hf_ext.display import megabytes
 from hf_ext.emr import election
+from hf_ext.emr.budget import choose_step, step_of
 from hf_ext.emr.checks import (
     GIVE_BASE,
     TaskModel,
@@ -21,11 +23,13 @@ from hf_ext.emr.checks import (
     require_same_layers,
     vocabulary,
 )
+from hf_ext.emr.coding import ENTRY, EXACT, LEAST_BITS, Budget, sums_of
 from hf_ext.emr.folder import MergeFolder, task_folder
-from hf_ext.emr.modulators import FILE, OWN, ROWS, Modulated, TaskRecord, TaskWriter, copy_task
+from hf_ext.emr.modulators import CODE, FILE, OWN, ROWS, Modulated, TaskRecord, TaskWriter, copy_task
 from hf_ext.emr.reports import figures_of
 from hf_ext.errors import BaseModelError, CheckpointError
 from hf_ext.storage.config_file import CONFIG, EMR, HINT
+from hf_ext.storage.delta.coarse import coarsened
 from hf_ext.storage.delta.source import PARTS_OF, DeltaCheckpoint
 from hf_ext.storage.delta.writer import write_delta
 from hf_ext.storage.files import copy, write_json
@@ -52,6 +56,7 @@ class MergeWriter:
         out: folder to write.
         standing: a merge to add tasks to. Its elected weights and its tasks' files stay as they are.
         accept_conflicts: merge tasks that end farther from their own models than the base is.
+        budget: the size of the new tasks if they are coded. Coded tasks do not vote.
 
     Raises:
         CheckpointError: the checkpoints cannot be merged.
@@ -66,16 +71,17 @@ class MergeWriter:
         out: Path,
         standing: MergeFolder | None = None,
         accept_conflicts: bool = False,
+        budget: Budget | None = None,
     ):
         self.base, self.models, self.out, self.standing = base, models, out, standing
-        self.accept_conflicts = accept_conflicts
+        self.accept_conflicts, self.budget = accept_conflicts, budget
         self._words = vocabulary(base_config)
         require_one_class(models)
         for model in models:
             require_same_layers(model, base)
             require_known_names(model, base)
         self.holders: dict[str, TaskModel] = {}  # tensor -> the first model that has it
-        self.voters: dict[str, list[TaskModel]] = {}  # tensor -> the models that take part in its election
+        self.voters: dict[str, list[TaskModel]] = {}  # tensor -> the models whose tensor is made from the base's
         for model in models:
             for name in model.tensors.names():
                 self.holders.setdefault(name, model)
@@ -90,6 +96,8 @@ class MergeWriter:
         new = [model for model in models if standing is None or model.task not in standing.files]
         self.writers = {model: TaskWriter(out / task_folder(model.task) / FILE) for model in new}
         self.sums: dict[TaskModel, dict[str, np.ndarray]] = {model: {} for model in new}
+        self.steps: dict[TaskModel, float] = {}
+        self.numbers: dict[TaskModel, dict[str, int]] = {model: {} for model in new}  # coded changes of single values
         self.priors: dict[str, str] = {}  # elected tensor -> checksum of the base's, in its type
 
     def write(self, rescale: str, max_shard_size: int | str) -> None:
@@ -102,7 +110,9 @@ class MergeWriter:
         try:
             if rescale not in RESCALE:
                 raise CheckpointError(f"rescale={rescale!r} is not supported; choose one of: {', '.join(RESCALE)}.")
-            if not self.accept_conflicts:
+            if self.budget:
+                self._choose_steps(self.budget)
+            elif self.writers and not self.accept_conflicts:
                 self._require_agreement(rescale)
             tensors = {name: self._stored(name) for name in self.holders}
             files = shards_of(tensors, self._tensor, self.out, max_shard_size, {PARTS_OF: EMR})
@@ -113,7 +123,8 @@ class MergeWriter:
                 write_json(folder / CONFIG, model.config)
             records = {model: self._record(model, digest, rescale) for model in self.writers}
             if not self.accept_conflicts:
-                require_closer({task.task: (task.report["relative"], task.report["cosine"]) for task in records.values()})
+                figures = {task.task: (task.report["relative"], task.report["cosine"]) for task in records.values()}
+                require_closer(figures, self.budget is not None)
             for model in self.models:
                 if model in self.writers:
                     self.writers[model].finish(records[model])
@@ -138,13 +149,15 @@ class MergeWriter:
         write_json(self.out / CONFIG, first.config | {"quantization_config": settings | tasks})
 
     def _votes(self, model: TaskModel, name: str) -> bool:
-        """Checks whether a task's tensor takes part in the election. If not, it is stored as the task's own: a head, for
-        instance, integers, or statistics of its data."""
+        """Checks whether a task's tensor is made from the base's: takes part in the election, or is coded. If not, it is stored
+        as the task's own: a head, for instance, integers, or statistics of its data."""
         if self.standing is not None:
-            if name in self.standing.elected and not self.standing.is_elected(name):
-                return False
             if model.task in self.standing.files:
-                return name in self.standing.files[model.task].record.modulated
+                return self.standing.is_from_base(model.task, name)
+            if name in self.standing.elected and not any(
+                self.standing.is_from_base(task, name) for task in self.standing.tasks
+            ):
+                return False
         twin, entry = self.base.twin_of(name), model.tensors.entry(name)
         if twin is None or entry.dtype not in FLOATS or self.base.entry(twin).dtype not in FLOATS or is_statistic(name):
             return False
@@ -183,16 +196,20 @@ class MergeWriter:
         twin, width = self._twin(name), WIDTHS[dtype]
         base = self.base.read(twin)
         voters = [model for model in self.voters[name] if model in self.writers]
+        if self.budget:
+            for model in voters:
+                self._code(model, name, base)
+            voters = []
         tensors = [model.tensors.read(name) for model in voters]
         values, base_width = math.prod(shape), WIDTHS[base.dtype]
-        if self.standing is None:
+        if voters and self.standing is None:
             # Memory for one tensor less: a decoded one is overwritten once its values are read.
             decoded = (tensor.data for model, tensor in zip(voters, tensors) if isinstance(model.tensors, DeltaCheckpoint))
             fitting = (data for data in decoded if data.flags.writeable and data.size == values * width)
             elected = next(fitting, None)
             if elected is None:
                 elected = np.empty(values * width, np.uint8)
-        elif name in self.standing.elected:
+        elif self.standing and self.standing.is_elected(name):
             elected = self.standing.elected.read(name).data
         else:
             elected = cast(base.data, base.dtype, dtype).copy()
@@ -214,14 +231,58 @@ class MergeWriter:
                 model.tensors.release(name, begin * width, end * width)
         self.priors[name] = digest.hexdigest()
         for model, mask, total in zip(voters, masks, sums):
-            if total["not_finite"]:
-                raise CheckpointError(
-                    f"Tensor '{name}' of task '{model.task}' has {int(total['not_finite'])} values that are infinite or not a "
-                    "number, unlike in the base. Such a model cannot be merged."
-                )
+            self._add_sums(model, name, np.asarray(total))
             self.writers[model].add_mask(name, mask)
-            self.sums[model][name] = np.asarray(total)
         return RawTensor(dtype, shape, elected)
+
+    def _add_sums(self, model: TaskModel, name: str, sums: np.ndarray) -> None:
+        """Keeps the sums of a new task's tensor. Raises CheckpointError if it has values that are not finite."""
+        if sums["not_finite"]:
+            raise CheckpointError(
+                f"Tensor '{name}' of task '{model.task}' has {int(sums['not_finite'])} values that are infinite or not a "
+                "number, unlike in the base. Such a model cannot be merged."
+            )
+        self.sums[model][name] = sums
+
+    def _code(self, model: TaskModel, name: str, base: RawTensor) -> None:
+        """Gives a coded tensor to the writer of its task."""
+        tensor, entry = model.tensors.read(name), model.tensors.entry(name)
+        step, threads = step_of(self.steps[model], name, entry), threads_for(tensor.data.size)
+        coarse = coarsened(tensor, base, step, name, self._twin(name), threads)
+        self._add_sums(model, name, sums_of(tensor, base, coarse.tensor))
+        self.writers[model].add_bytes(CODE + name, coarse.payload)
+        self.numbers[model][name] = coarse.numbers
+        model.tensors.release(name)
+
+    def _choose_steps(self, budget: Budget) -> None:
+        """Sets the step of each new task, which codes all tensors that are made from the base's."""
+        names = {model: [name for name, voters in self.voters.items() if model in voters] for model in self.writers}
+        bits = budget.bits if budget.size is None else self._bits(budget.size, names)
+        for model, coded in names.items():
+            self.steps[model] = choose_step(model, self.base, coded, budget.keep, bits) or EXACT
+
+    def _bits(self, size: int, names: Mapping[TaskModel, Sequence[str]]) -> float:
+        """Returns the bits per parameter and task that are left of a folder of this size in bytes.
+
+        Raises CheckpointError if there are too few.
+        """
+        first, fixed = self.models[0], ENTRY * len(self.holders)
+        if self.standing:
+            fixed = sum((self.standing.folder / path).stat().st_size for path in self.standing.all_files())
+        for model, coded in names.items():
+            if model is first or not _same_files(model.assets, first.assets):
+                fixed += sum(path.stat().st_size for path in model.assets.values())
+            own = {*model.tensors.names()} - {*coded}
+            own = {name for name in own if self.holders[name] is model or not self._is_held(model, name)}
+            fixed += ENTRY * len(coded) + sum(ENTRY + model.tensors.entry(name).nbytes for name in own)
+        values = sum(math.prod(model.tensors.entry(name).shape) for model, coded in names.items() for name in coded)
+        least = fixed + math.ceil(LEAST_BITS / 8 * values)
+        if size < least:
+            raise CheckpointError(
+                f"A folder of {megabytes(size)} is too small: {megabytes(fixed)} are for what is not coded (heads, tokenizers, "
+                f"names). Give a size of more than {megabytes(least)}."
+            )
+        return 8 * (size - fixed) / values
 
     def _elect(
         self, dtype: str, prior: np.ndarray, tasks: Sequence[np.ndarray], elected: np.ndarray, threads: int = 1
@@ -311,6 +372,8 @@ class MergeWriter:
         }
         require_fine_tune(model, self.base, sums)
         for name in sorted(model.tensors.names()):
+            if name in self.numbers[model]:
+                continue
             if name in sums:
                 scale = election.rescaler(sums[name] if rescale == "tensor" else totals)
                 record.modulated[name] = Modulated(scale, self.priors[name], self._resized(model, name))
@@ -318,7 +381,11 @@ class MergeWriter:
                 record.shared.append(name)
             else:
                 self.writers[model].add(OWN + name, model.tensors.read(name))
-        record.report = figures_of(record, sums, values)
+        scales = {name: record.modulated[name].scale if name in record.modulated else 1.0 for name in sums}
+        record.report = figures_of(scales, sums, values)
+        if self.budget:
+            share = sum(self.numbers[model].values()) / max(record.report["parameters"], 1)
+            record.report |= {"step": self.steps[model], "density": share, "conflicts": 0.0}
         return record
 
     def _resized(self, model: TaskModel, name: str) -> int | None:

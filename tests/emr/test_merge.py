@@ -134,7 +134,7 @@ def test_rows_that_no_task_touched_cost_next_to_nothing(tmp_path):
         tuned[:100] += 0.01 * torch.randn(100, 16)
         write_folder(tmp_path / f"t{seed}", {"embed.weight": tuned})
     report = emr.merge(tmp_path / "base", {"a": tmp_path / "t1", "b": tmp_path / "t2"}, tmp_path / "merged")
-    assert all(task.mask_bits < 0.01 for task in report.tasks)
+    assert all(task.bits < 0.01 for task in report.tasks)
 
 
 # ---- what is a task's own --------------------------------------------------------------------------------------------
