@@ -127,8 +127,3 @@ def retarget(targets: Sequence[Target], threads: int = 1) -> int | None:
     """
     place = _native.retarget(tuple(targets), threads)
     return None if place == len(targets) else place
-
-
-def overwrite(target: Target, threads: int = 1) -> None:
-    """Overwrites a target with the second task's weights, without checking what it holds."""
-    _native.modulate(target.dtype, target.base, target.elected, target.to_mask, target.to_scale, target.live, threads)

@@ -22,7 +22,7 @@ from huggingface_hub import snapshot_download
 
 from hf_ext.emr import election
 from hf_ext.emr.checks import TaskModel
-from hf_ext.emr.modulators import CODE, FILE, OWN, REPAIR, ROWS, TASK_FOLDER, TaskFile
+from hf_ext.emr.modulators import FILE, OWN, REPAIR, ROWS, TASK_FOLDER, TaskFile
 from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError, HfExtError
 from hf_ext.storage.config_file import CONFIG, EMR, read_config, storage_settings
 from hf_ext.storage.files import copy, write_json
@@ -185,21 +185,14 @@ class MergeFolder:
             self._elected[name], self._priors[name] = elected, prior  # a view of the base's file, if plain and of that type
             self._modulators |= modulators
 
-    def target(self, task: str, to: str, name: str, live: np.ndarray) -> election.Target | None:
-        """Returns the change of a weight in memory from one task's to another's, both of which are in memory.
-
-        Returns None unless both have the shape of the elected weight.
-        """
-        modulated = [self.files[task].record.modulated.get(name) for task in (task, to)]
-        if any(rule is None or rule.rows is not None for rule in modulated):
-            return None
+    def target(self, task: str, to: str, name: str, live: np.ndarray) -> election.Target:
+        """Returns the change of a weight in memory from one task's to another's. `keep` has read both."""
         elected, masks = self._elected[name], (*self._modulators[task, name], *self._modulators[to, name])
         return election.Target(FLOATS[elected.dtype], self._priors[name], elected.data, *masks, live)
 
-    def require_same_base(self) -> None:
-        """Raises BaseModelError if the base's file no longer holds what was merged against."""
-        for name, prior in self._priors.items():
-            self._require_prior(name, prior)
+    def require_same_base(self, name: str) -> None:
+        """Raises BaseModelError if the base's file no longer holds the tensor that was merged against."""
+        self._require_prior(name, self._priors[name] if name in self._priors else self.prior(name))
 
     @property
     def fingerprint(self) -> tuple:
@@ -239,7 +232,7 @@ class MergeFolder:
 
     def is_from_base(self, task: str, name: str) -> bool:
         """Checks whether a task's tensor is made from the base's."""
-        return name in self.files[task].record.modulated or CODE + name in self.files[task].entries
+        return name in self.files[task].record.modulated or self.files[task].is_coded(name)
 
     def prior(self, name: str) -> np.ndarray:
         """Returns the base's bytes of an elected tensor, cast to the tensor's type.
@@ -259,7 +252,8 @@ class MergeFolder:
     def _require_prior(self, name: str, prior: np.ndarray) -> None:
         """Raises BaseModelError unless these are the bytes that a tensor of the base had when the merge was written."""
         modulated = [file.record.modulated[name] for file in self.files.values() if name in file.record.modulated]
-        if {xxhash.xxh3_64_hexdigest(prior)} != {rule.prior for rule in modulated}:
+        stored = {f"{self.elected.identity(name):016x}"}  # of the base's own tensor, where no task was elected
+        if {xxhash.xxh3_64_hexdigest(prior)} != ({rule.prior for rule in modulated} or stored):
             raise BaseModelError(
                 f"The tensor '{name}' of the base {self.base} has changed or is damaged: checksum mismatch. Restore the base, "
                 "and load the merge again."
@@ -275,7 +269,7 @@ class MergeFolder:
         """Returns dtype and shape of a task's tensor."""
         file = self.files[task]
         name = file.record.ties.get(name, name)
-        if CODE + name in file.entries:
+        if file.is_coded(name):
             header = file.header(name)
             return Entry(header.dtype, header.shape, 0, header.size)
         entry = file.entries.get(OWN + name) or self.elected.entry(name)
@@ -299,19 +293,20 @@ class MergeFolder:
         for file in self.files.values():
             file.require_whole()
 
-    def tensor(self, task: str, name: str) -> RawTensor:
-        """Returns a tensor of a task's model, in memory of its own."""
+    def tensor(self, task: str, name: str, out: np.ndarray | None = None) -> RawTensor:
+        """Returns a tensor of a task's model, in memory of its own, or in `out` where its bytes are computed."""
         file = self.files[task]
         name = file.record.ties.get(name, name)
         if OWN + name in file.entries:
             tensor = file.read(OWN + name)
             return replace(tensor, data=tensor.data.copy())
-        if CODE + name in file.entries:
-            return file.decoded(name, self.base)
+        if file.is_coded(name):
+            return file.decoded(name, self.base, out)
         if name not in file.record.modulated:
             return self.elected.read(name)
         source = self._elected.get(name) or self.elected.read(name)
-        out = np.empty_like(source.data) if name in self._elected else source.data
+        if out is None or out.size != source.data.size:
+            out = np.empty_like(source.data) if name in self._elected else source.data
         modulator = self.modulator(task, name)
         election.modulate(source.dtype, self.prior(name), source.data, *modulator, out, threads_for(out.size))
         entry = self.entry(task, name)
@@ -395,7 +390,7 @@ class TaskSource(TensorSource):
         return self._merged.entry(self._task, name)
 
     def read(self, name: str, out: np.ndarray | None = None) -> RawTensor:
-        return self._merged.tensor(self._task, name)
+        return self._merged.tensor(self._task, name, out)
 
     def __contains__(self, name: object) -> bool:
         return name in self._merged.files[self._task].record.ties or super().__contains__(name)

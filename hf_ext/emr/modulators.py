@@ -229,17 +229,24 @@ class TaskFile:
             )
         return np.frombuffer(mask, np.uint8)
 
+    def is_coded(self, name: str) -> bool:
+        return CODE + name in self.entries
+
+    def is_modulated(self, name: str) -> bool:
+        """Checks whether a tensor is made from the elected one and has its shape."""
+        return name in self.record.modulated and self.record.modulated[name].rows is None
+
     def header(self, name: str) -> Header:
         """Returns the header of a coded tensor."""
         if name not in self._headers:
             self._headers[name] = read_header(self.read(CODE + name).data, name)
         return self._headers[name]
 
-    def decoded(self, name: str, base: TensorSource) -> RawTensor:
-        """Returns a coded tensor."""
+    def decoded(self, name: str, base: TensorSource, out: np.ndarray | None = None) -> RawTensor:
+        """Returns a coded tensor, in `out` if its mode allows that."""
         data, header = self.read(CODE + name).data, self.header(name)
         prior = base.read(header.base_name) if header.base_name in base else None
-        return decode_raw(data, prior, header, threads_for(header.size))
+        return decode_raw(data, prior, header, threads_for(header.size), out)
 
     def modulators_size(self) -> int:
         """Returns the bytes of all masks and coded tensors in the file."""

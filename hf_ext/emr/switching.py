@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import transformers
 import xxhash
@@ -12,10 +13,12 @@ from transformers.utils.logging import get_logger
 
 from hf_ext.emr import election
 from hf_ext.emr.folder import MergeFolder, name_of_task
+from hf_ext.emr.modulators import CODE
 from hf_ext.errors import CheckpointError, UnsavedChangesError
 from hf_ext.integration import compat
 from hf_ext.integration.config_change import ConfigChange, change_between
 from hf_ext.integration.in_place import LiveWeights, is_same, lock_of
+from hf_ext.storage.prefetch import Prefetcher
 from hf_ext.storage.source import TensorSource
 
 if TYPE_CHECKING:
@@ -96,12 +99,12 @@ class SetTask:
         weights.require_in_memory()
         self.merged.require_whole()
         self.merged.keep(active, name)
-        targets: dict[str, election.Target] = {}
+        places: dict[str, tuple[Loaded, np.ndarray]] = {}  # tensors that are overwritten in their weights' memory
         tensors: dict[str, torch.Tensor] = {}
         for loaded in self.plan:
-            target = self._target(weights, loaded, active, name)
-            if target is not None:
-                targets[loaded.target] = target
+            memory = self._memory(weights, loaded, name)
+            if memory is not None:
+                places[loaded.all_names()[0]] = loaded, memory
                 continue
             if not discard and (changed := self._changed(weights, loaded, old)):
                 raise UnsavedChangesError(active, changed)
@@ -112,23 +115,50 @@ class SetTask:
         for copy, origin in weights.copies().items():
             if not discard and not is_same(weights.tensors[copy], weights.tensors[origin]):
                 raise UnsavedChangesError(active, copy)
-        threads = torch.get_num_threads()
-        if discard:  # else the weights in memory are compared with what the base gives, before they change
-            self.merged.require_same_base()
-            for target in targets.values():
-                election.overwrite(target, threads)
-        elif (place := election.retarget([*targets.values()], threads)) is not None:
-            raise UnsavedChangesError(active, [*targets][place])
-        torch.autograd.graph.increment_version([weights.tensors[target] for target in targets])
+        self._overwrite(weights, places, name, discard)
         weights.set(tensors)
         weights.copy()
         return weights
 
-    def _target(self, weights: LiveWeights, loaded: Loaded, active: str, name: str) -> election.Target | None:
-        """Returns the change of a weight that is one elected tensor, in its own memory; None for any other."""
+    def _memory(self, weights: LiveWeights, loaded: Loaded, name: str) -> np.ndarray | None:
+        """Returns the bytes of a weight that is one tensor made from the base's, before and after; None for any other."""
         source, *others = loaded.all_names()
-        memory = None if others else weights.memory(loaded, self.merged.elected.entry(source))
-        return None if memory is None else self.merged.target(active, name, source, memory)
+        files = [self.merged.files[task] for task in (self.model.active_task, name)]
+        if others or not all(file.is_coded(source) or file.is_modulated(source) for file in files):
+            return None
+        return weights.memory(loaded, self.merged.entry(name, source))
+
+    def _overwrite(self, weights: LiveWeights, places: dict[str, tuple[Loaded, np.ndarray]], name: str, discard: bool) -> None:
+        """Overwrites weights by a task's tensors, all or none: compares them with the active task's, and the files that the
+        new ones are made from with their checksums, before the first changes."""
+        active, threads = self.model.active_task, torch.get_num_threads()
+        old, new, source = self.merged.files[active], self.merged.files[name], self.merged.source(name)
+        sizes = {tensor: memory.size for tensor, (_, memory) in places.items()}
+        # The election compares weights with those that the base gives, and overwrites them at once.
+        targets = {
+            tensor: self.merged.target(active, active if new.is_coded(tensor) else name, tensor, memory)
+            for tensor, (_, memory) in places.items()
+            if not discard and not old.is_coded(tensor)
+        }
+
+        def check(tensor: str) -> None:
+            loaded, memory = places[tensor]
+            if not discard and old.is_coded(tensor) and xxhash.xxh3_64_intdigest(memory) != old.header(tensor).checksum:
+                raise UnsavedChangesError(active, loaded.target)
+            if tensor not in targets:
+                self.merged.require_same_base(tensor)
+            if new.is_coded(tensor):
+                new.read(CODE + tensor)
+
+        for _ in Prefetcher(check, sizes):
+            pass
+        if (place := election.retarget([*targets.values()], threads)) is not None:
+            raise UnsavedChangesError(active, places[[*targets][place]][0].target)
+        torch.autograd.graph.increment_version([weights.tensors[places[tensor][0].target] for tensor in targets])
+        if discard or name != active:
+            rest = {tensor: size for tensor, size in sizes.items() if new.is_coded(tensor) or tensor not in targets}
+            for _ in Prefetcher(lambda tensor: weights.write(places[tensor][0], source), rest):
+                pass
 
     def _changed(self, weights: LiveWeights, loaded: Loaded, task: TensorSource) -> str | None:
         if loaded.is_in(task):

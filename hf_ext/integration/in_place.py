@@ -142,7 +142,7 @@ class LiveWeights:
             HfExtError: a tensor cannot be read. The error says that the model is now a mix.
         """
         sizes = {str(i): sum(source.entry(name).nbytes for name in loaded.all_names()) for i, loaded in enumerate(self.plan)}
-        written, done = Prefetcher(lambda i: self._write(self.plan[int(i)], source), sizes), 0
+        written, done = Prefetcher(lambda i: self.write(self.plan[int(i)], source), sizes), 0
         try:
             with progress("Switching", len(sizes)) as bar:
                 for _ in written:
@@ -159,7 +159,8 @@ class LiveWeights:
             error.add_note(state)
             raise
 
-    def _write(self, loaded: Loaded, source: TensorSource) -> None:
+    def write(self, loaded: Loaded, source: TensorSource) -> None:
+        """Replaces the weights made from some tensors by those of a source."""
         names = loaded.all_names()
         memory = self.memory(loaded, source.entry(names[0]))
         with torch.inference_mode(False):
