@@ -62,10 +62,9 @@ void squares(const Plan& plan, const typename F::U* tensor, const typename F::U*
         return;
     }
     const U* b = base + at;
-    if (plan.coarse) {
+    if (const Coarse coarse = plan.coarse) {
         for (size_t i = 0; i < count; ++i) {
-            const Real<F> unit = unit_of<F>(b[i], plan.coarse.step),
-                          change = unit * Real<F>(number_of<F>(x[i], b[i], plan.coarse));
+            const Real<F> unit = unit_of<F>(b[i], coarse.step), change = unit * Real<F>(number_of<F>(x[i], b[i], coarse));
             out[i] = std::min(change * change + unit * unit * LEAST_SQUARE<F>, MOST);
         }
         return;

@@ -93,10 +93,11 @@ void Chunk::split(const void* whole) {
                 const U* __restrict prediction = predictions<U>() + at;
                 int32_t* __restrict value = highs + at;
                 const int plane = plan_.plane;
+                const Coarse coarse = plan_.coarse;
                 if (part_->alone)
                     for (size_t i = 0; i < count; ++i) value[i] = high_part(to_rotated(x[i]), prediction[i], plane);
-                else if (plan_.coarse)
-                    for (size_t i = 0; i < count; ++i) value[i] = number_of<F>(x[i], prediction[i], plan_.coarse);
+                else if (coarse)
+                    for (size_t i = 0; i < count; ++i) value[i] = number_of<F>(x[i], prediction[i], coarse);
                 else
                     for (size_t i = 0; i < count; ++i) value[i] = high_part(to_ordered(x[i]), prediction[i], plane);
             });

@@ -33,19 +33,18 @@ inline typename F::U moved(typename F::U base, int32_t number, Real<F> step) {
     return number == 0 ? base : result;
 }
 
-// Returns the number of units for a value; 0 if it or its base is not finite, or the result would not be.
+// Returns the number of units for a value; 0 if it or its base is not finite, or the result would not be. It has no branch, so
+// that loops over it are vectorized.
 template <class F>
 inline int32_t number_of(typename F::U value, typename F::U base, const Coarse& coarse) {
-    using U = typename F::U;
-    constexpr U MAGNITUDE = U(~F::SIGN);
     constexpr Real<F> MOST = 1 << 20;
-    const bool finite = (U(value & MAGNITUDE) < F::INFINITY_BITS) & (U(base & MAGNITUDE) < F::INFINITY_BITS);
-    const Real<F> step = coarse.step, unit = unit_of<F>(base, step);
-    const Real<F> change = finite_value<F>(value) - finite_value<F>(base);
-    const Real<F> threshold = unit > step ? Real<F>(0.5) : Real<F>(coarse.threshold);
-    const int32_t size = int32_t(std::min(std::fabs(change) / unit, MOST) + (1 - threshold));
-    const int32_t number = finite ? (change < 0 ? -size : size) : 0;
-    return U(moved<F>(base, number, step) & MAGNITUDE) < F::INFINITY_BITS ? number : 0;
+    const Real<F> largest = hf_ext::value_of<F>(typename F::U(F::INFINITY_BITS - 1));
+    const Real<F> step = coarse.step, unit = unit_of<F>(base, step), prior = hf_ext::value_of<F>(base);
+    const Real<F> change = hf_ext::value_of<F>(value) - prior, size = std::min(std::fabs(change) / unit, MOST);
+    const Real<F> least = 1 - (unit > step ? Real<F>(0.5) : Real<F>(coarse.threshold));
+    const Real<F> finite = std::fabs(change) <= largest ? size + least : Real<F>(0);
+    const int32_t whole = int32_t(finite), sign = change < 0 ? -1 : 1, number = sign * whole;
+    return number * int32_t(std::fabs(prior + Real<F>(number) * unit) <= largest);
 }
 
 }  // namespace hf_ext::delta

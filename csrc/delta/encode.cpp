@@ -4,6 +4,7 @@
 #include <memory>
 #include <numeric>
 
+#include "../common/instruction_sets.h"
 #include "../common/threads.h"
 #include "choose_scales.h"
 #include "chunk.h"
@@ -113,13 +114,15 @@ class TensorEncoder {
     // Returns whether a coarse change of any value in a row is not 0.
     bool any_numbers(size_t row) const {
         const size_t begin = row * plan_.shape.row_length, end = begin + plan_.row_values(row);
-        bool any = false;
+        int32_t any = 0;
         with_float(plan_.shape.dtype, [&](auto type) {
             using F = decltype(type);
             const auto *x = reinterpret_cast<const typename F::U*>(tensor_), *b = reinterpret_cast<const typename F::U*>(base_);
-            for (size_t i = begin; i < end && !any; ++i) any = number_of<F>(x[i], b[i], plan_.coarse) != 0;
+            with_instructions([&](auto) {
+                for (size_t i = begin; i < end; ++i) any |= number_of<F>(x[i], b[i], plan_.coarse);
+            });
         });
-        return any;
+        return any != 0;
     }
 
     // Returns the share of rows that changed, in a sample.
