@@ -13,7 +13,6 @@ benchmarks/stored_tasks.py says what the other methods are. Ten tasks in one fol
 import argparse
 import statistics
 import tempfile
-from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +20,7 @@ import torch
 from fine_tunes import FILES, MADE, minilm, read_split
 from measuring import TORCH, fresh, peak_of, print_table, ratio, run_sections, size_of, timed
 from safetensors.torch import load_file, save_file
-from stored_tasks import Tasks, compare, merged, points
+from stored_tasks import Tasks, compare, points
 from transformers import AutoModel, AutoTokenizer
 from transformers import AutoModelForSequenceClassification as Classifier
 from transformers.utils import logging
@@ -38,13 +37,13 @@ logging.set_verbosity_error()
 class Hits:
     """The items of a task's test set that a model gets right, with the batches of each task made once."""
 
-    def __init__(self, data: Path, pairs: Path):
-        self.data, self.pairs, self.batches = data, pairs, {}
+    def __init__(self, data: Path, pairs: Path, count: int | None):
+        self.data, self.pairs, self.count, self.batches = data, pairs, count, {}
         self.tokenizer = AutoTokenizer.from_pretrained(minilm())
 
     def __call__(self, task: str, weights: dict[str, torch.Tensor]) -> np.ndarray:
         if task not in self.batches:
-            test = sorted(read_split(self.data, task)[1], key=lambda pair: len(pair[1]))
+            test = sorted(read_split(self.data, task)[1][: self.count], key=lambda pair: len(pair[1]))
             parts = [test[i : i + 128] for i in range(0, len(test), 128)]
             options = {"truncation": True, "max_length": 64, "padding": True, "return_tensors": "pt"}
             self.batches[task] = [
@@ -64,11 +63,10 @@ def tasks_of(args: argparse.Namespace) -> Tasks:
 
 
 def accuracy(args: argparse.Namespace) -> dict:
-    """Returns hits, error and bits of each method at each size, and of EMR with other rescalers."""
-    tasks, hits = tasks_of(args), Hits(args.data, args.pairs)
+    """Returns hits, error and bits of each method at each size."""
+    tasks, hits = tasks_of(args), Hits(args.data, args.pairs, args.test)
     with tempfile.TemporaryDirectory() as scratch:
-        rescalers = (merged(tasks, f"EMR, rescale {way}", Path(scratch, way), rescale=way) for way in ("paper", "tensor_mean"))
-        return compare("Test accuracy", tasks, chain(points(tasks, args.bits, Path(scratch)), rescalers), hits)
+        return compare("Test accuracy", tasks, points(tasks, args.bits, Path(scratch)), hits)
 
 
 # ---- size ------------------------------------------------------------------------------------------------------------
@@ -210,6 +208,7 @@ def main():
     parser.add_argument("--pairs", type=Path, required=True, help="folder made by benchmarks/fine_tunes.py")
     parser.add_argument("--data", type=Path, required=True, help="folder with TREC.train.all, custrev.all, …")
     parser.add_argument("--tasks", nargs="+", default=list(FILES), choices=[*FILES, *MADE])
+    parser.add_argument("--test", type=int, help="test items of each task, all by default")
     parser.add_argument("--bits", nargs="*", type=float, default=[0.05, 0.1, 0.3, 0.5, 0.9], help="sizes of the methods")
     run_sections(parser, SECTIONS)
 
