@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_checkpoints import write_folder
+from tiny_merges import METHODS
 
 from hf_ext import HfExtError, emr
 from hf_ext.emr.folder import MergeFolder
@@ -26,12 +27,13 @@ def tensors(base_type: str, task_type: str, seed: int) -> dict[str, torch.Tensor
     return {name: tensor.bfloat16().to(torch_dtype(task_type)) for name, tensor in tuned.items()}
 
 
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("task_type", FLOATS)
 @pytest.mark.parametrize("base_type", FLOATS)
-def test_a_flipped_bit_of_the_base_is_found_or_harmless(tmp_path, base_type, task_type):
+def test_a_flipped_bit_of_the_base_is_found_or_harmless(tmp_path, base_type, task_type, method):
     base = write_folder(tmp_path / "base", tensors(base_type, task_type, 0))
     tasks = {f"t{seed}": write_folder(tmp_path / f"t{seed}", tensors(base_type, task_type, seed)) for seed in (1, 2)}
-    emr.merge(base, tasks, tmp_path / "merged")
+    emr.merge(base, tasks, tmp_path / "merged", **METHODS[method])
     merged = MergeFolder(tmp_path / "merged")
     expected = {(task, name): merged.tensor(task, name).data for task in tasks for name in merged.source(task).names()}
     path = base / "model.safetensors"

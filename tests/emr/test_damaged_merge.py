@@ -7,7 +7,7 @@ import shutil
 import pytest
 from processes import loads_without_plugin
 from tiny_checkpoints import edit_settings
-from tiny_merges import classifier, write_tasks
+from tiny_merges import METHODS, classifier, write_tasks
 from tiny_models import bert, perturb
 from transformers import AutoModelForSequenceClassification
 
@@ -17,14 +17,14 @@ from hf_ext.emr.modulators import Modulated, TaskFile, copy_task
 Auto = AutoModelForSequenceClassification
 
 
-@pytest.fixture(scope="module")
-def merges(tmp_path_factory):
+@pytest.fixture(scope="module", params=METHODS)
+def merges(tmp_path_factory, request):
     """Two merges with one base and tasks of the same names."""
     folder = tmp_path_factory.mktemp("merges")
     base, tasks = write_tasks(folder / "in", {"cr": 2, "subj": 3})
-    emr.merge(base, tasks, folder / "merged")
+    emr.merge(base, tasks, folder / "merged", **METHODS[request.param])
     classifier(2, 9).save_pretrained(tasks["cr"])
-    emr.merge(base, tasks, folder / "second")
+    emr.merge(base, tasks, folder / "second", **METHODS[request.param])
     return folder
 
 
@@ -136,7 +136,7 @@ def test_files_of_no_task_may_lie_beside(broken):
 
 def test_merging_over_a_damaged_merge_leaves_none_of_its_tasks(broken, tmp_path):
     base, tasks = write_tasks(tmp_path / "again", {"cr": 2, "subj": 3})
-    emr.add_task(broken, "more", tasks["cr"], tmp_path / "larger")
+    emr.add_task(broken, "more", tasks["cr"], tmp_path / "larger", accept_conflicts=True)
     (tmp_path / "larger/config.json").unlink()
     emr.merge(base, tasks, tmp_path / "larger")
     assert not (tmp_path / "larger/task-more").exists()
