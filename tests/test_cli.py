@@ -292,6 +292,22 @@ def test_a_task_is_added_by_a_command(tmp_path, tasks, capsys):
     assert [task.task for task in emr.report(tmp_path / "two").tasks] == ["cr", "cr-again"]
 
 
+def test_a_coded_task_is_merged_added_and_removed_by_commands(tmp_path, tasks, capsys):
+    base, folders = tasks
+    named = [part for task in ("cr", "trec") for part in ("--task", f"{task}={folders[task]}")]
+    merge = ("merge", "--base", base, *named, "--out", tmp_path / "two", "--method", "switch")
+    for options, message in ((("--keep", 2), "keep=2.0"), (("--bits", 0), "bits=0.0"), (("--size", "big"), "size='big'")):
+        assert message in fails(capsys, *merge, *options)
+    assert "keep and bits are given" in fails(capsys, *merge, "--keep", 0.5, "--bits", 1) and not (tmp_path / "two").exists()
+    assert run(capsys, *merge, "--bits", 6)[0] == 0
+    add = ("add-task", tmp_path / "two", "--task", f"subj={folders['subj']}", "--out", tmp_path / "three")
+    assert run(capsys, *add, "--keep", 0.5)[0] == 0
+    remove = ("remove-task", tmp_path / "three", "--out", tmp_path / "rest", "--task")
+    assert "its tasks are cr, trec, subj" in mistaken(capsys, *remove, "sst2")
+    result = shown(capsys, *remove, "cr")
+    assert result == emr.report(tmp_path / "rest").to_dict() and [task["task"] for task in result["tasks"]] == ["trec", "subj"]
+
+
 def test_errors_are_one_line(folder, capsys):
     src, base, small, out = folder / "tuned", folder / "base", folder / "small", folder / "out"
     run_folder = write_folder(folder / "run/checkpoint-5", fine_tune(weights())).parent
@@ -444,8 +460,8 @@ def test_the_version_comes_with_those_of_the_libraries(capsys):
         (["merge", "--base", "a", "--out", "b", "--task", "a b=c"], "'a b'"),
         (["merge", "--base", "a", "--out", "b", "--task", "cr=c", "--task", "cr=d"], "two tasks called 'cr'"),
         (
-            ["merge", "--base", "a", "--out", "b", "--task", "cr=c", "--rescale", "other"],
-            "'other' is not one of 'tensor', 'paper',",
+            ["merge", "--base", "a", "--out", "b", "--task", "cr=c", "--method", "other"],
+            "'other' is not one of 'emr', 'switch'",
         ),
     ],
 )

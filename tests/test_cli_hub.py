@@ -36,8 +36,9 @@ lines = '''
     verify user/merged
     extract user/merged --task cr --out extracted
     add-task user/merged --task more=user/tasks-cr --out more
+    remove-task more --task cr --out fewer
 '''
-assert [main(line.split()) for line in lines.strip().splitlines()] == 7 * [0]
+assert [main(line.split()) for line in lines.strip().splitlines()] == 8 * [0]
 print(commit)
 """
 

@@ -18,7 +18,7 @@ from hf_ext.cli.command import app
 from hf_ext.cli.main import main
 from hf_ext.trans_lora import transfer
 
-WRITERS = ("compress", "decompress", "merge", "add-task", "extract", "extract-lora")
+WRITERS = ("compress", "decompress", "merge", "add-task", "remove-task", "extract", "extract-lora")
 STRANGERS = {
     "weights": lambda out: write_folder(out, weights(seed=5)),
     "shards": lambda out: write_folder(out, weights(seed=5), shards=2),
@@ -38,6 +38,8 @@ def calls(tmp_path_factory) -> dict[str, tuple[Callable[..., object], Callable[.
         fm_delta.compress_checkpoint(folder, base, small[task])
         emr.merge(base, {task: folder}, merged[task])
 
+    emr.merge(base, tasks, two := place / "two", method="switch", bits=4)
+
     def both(write: Callable[..., object], *sources: tuple) -> tuple[Callable[..., object], ...]:
         return tuple(lambda out, source=source, **more: write(*source, out, **more) for source in sources)
 
@@ -48,6 +50,7 @@ def calls(tmp_path_factory) -> dict[str, tuple[Callable[..., object], Callable[.
         "decompress": both(fm_delta.decompress_checkpoint, *((small[name],) for name in names)),
         "merge": both(emr.merge, *((base, {name: tasks[name]}) for name in names)),
         "add-task": both(emr.add_task, *((merged["cr"], name, tasks["cr"]) for name in ("more", "again"))),
+        "remove-task": both(emr.remove_task, (two, "cr"), (two, "trec")),
         "extract": both(emr.extract, *((merged[name], name) for name in names)),
         "extract-lora": both(lambda *source, **more: fm_delta.extract_lora(*source, rank=2, **more), *lora),
     }

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 from hf_ext.cli.command import Force, Json, MovedBase, Out, Result, Revision, Section, argument, flag, mistake, option
 from hf_ext.errors import CheckpointError
 
 section = Section(
-    "Keep many fine-tunes of one base in one folder, switched by name (EMR-Merging)",
+    "Keep many fine-tunes of one base in one folder, switched by name",
     "$ hf-ext merge --base google-bert/bert-base-uncased --task cola=my-cola \\\n"
     "    --task sst2=my-sst2 --out my-bert-merged\n"
     "$ hf-ext add-task my-bert-merged --task mnli=my-mnli --out my-bert-more\n"
@@ -16,15 +17,12 @@ section = Section(
 )
 
 Merge = Annotated[str, argument("SRC", "Folder or Hub id of the merge.")]
-Rescale = Annotated[
-    Literal["tensor", "paper", "tensor_mean"],
-    option(
-        "--rescale",
-        "'tensor': one rescaler per tensor. 'paper': one per model. 'tensor_mean': one per model, as in the authors' scripts.",
-        "tensor|paper|tensor_mean",
-    ),
+Keep = Annotated[
+    float | None, option("--keep", "Size for 'switch': share of the values that get a change of their own, up to 1.", "SHARE")
 ]
-
+Bits = Annotated[float | None, option("--bits", "Size for 'switch': bits per parameter and task; defaults to 0.25.", "N")]
+Size = Annotated[str | None, option("--size", "Size for 'switch': size of the folder, such as 50MB.", "SIZE")]
+Name = Annotated[str, option("--task", "Name of the task.", "NAME")]
 Conflicts = Annotated[bool, flag("--accept-conflicts", "Merge tasks that end farther from their own models than the base is.")]
 
 
@@ -46,7 +44,18 @@ def merge(
         ),
     ],
     revision: Revision = None,
-    rescale: Rescale = "tensor",
+    method: Annotated[
+        Literal["emr", "switch"],
+        option(
+            "--method",
+            "'emr': one election among similar tasks; nothing to choose. 'switch': each task coded by itself, for unequal "
+            "tasks, the smallest folder, and tasks that come and go.",
+            "emr|switch",
+        ),
+    ] = "emr",
+    keep: Keep = None,
+    bits: Bits = None,
+    size: Size = None,
     accept_conflicts: Conflicts = False,
     force: Force = False,
     as_json: Json = False,
@@ -58,7 +67,8 @@ def merge(
             raise mistake(f"there are two tasks called '{name}'; give each its own name", "--task")
     from hf_ext import emr
 
-    report = emr.merge(base, dict(tasks), out, rescale, revision, overwrite=force, accept_conflicts=accept_conflicts)
+    options: dict[str, Any] = {"method": method, "keep": keep, "bits": bits, "size": size, "accept_conflicts": accept_conflicts}
+    report = emr.merge(base, dict(tasks), out, revision=revision, overwrite=force, **options)
     return Result(report.summary(), report.to_dict())
 
 
@@ -71,7 +81,13 @@ def add_task(
     task: Annotated[str, option("--task", "The new task: a checkpoint (plain or compressed) or a PEFT adapter.", "NAME=PATH")],
     out: Out,
     base: MovedBase = None,
-    rescale: Rescale = "tensor",
+    method: Annotated[
+        Literal["emr", "switch"] | None,
+        option("--method", "As in `hf-ext merge`; defaults to that of the merge's last task.", "emr|switch"),
+    ] = None,
+    keep: Keep = None,
+    bits: Bits = None,
+    size: Size = None,
     accept_conflicts: Conflicts = False,
     force: Force = False,
     as_json: Json = False,
@@ -84,7 +100,22 @@ def add_task(
         raise mistake(f"{src} has a task '{name}' already; give the new task another name", "--task")
     from hf_ext import emr
 
-    report = emr.add_task(src, name, path, out, rescale, base, overwrite=force, accept_conflicts=accept_conflicts)
+    options: dict[str, Any] = {"method": method, "keep": keep, "bits": bits, "size": size, "accept_conflicts": accept_conflicts}
+    report = emr.add_task(src, name, path, out, base=base, overwrite=force, **options)
+    return Result(report.summary(), report.to_dict())
+
+
+@section.command(
+    "write a merge without one of its tasks; the others keep all bits",
+    "  hf-ext remove-task my-bert-merged --task sst2 --out my-bert-fewer",
+)
+def remove_task(
+    src: Merge, task: Name, out: Out, base: MovedBase = None, force: Force = False, as_json: Json = False
+) -> Result:
+    merge = with_task(src, task)
+    from hf_ext import emr
+
+    report = emr.remove_task(merge, task, out, base, overwrite=force)
     return Result(report.summary(), report.to_dict())
 
 
@@ -93,24 +124,23 @@ def add_task(
     "  hf-ext extract my-bert-merged --task sst2 --out my-sst2-again",
     "For tools that cannot read merges, such as llama.cpp.",
 )
-def extract(
-    src: Merge,
-    task: Annotated[str, option("--task", "Name of the task.", "NAME")],
-    out: Out,
-    base: MovedBase = None,
-    force: Force = False,
-    as_json: Json = False,
-) -> Result:
-    from hf_ext.emr.folder import task_files
-    from hf_ext.storage.hub import local_copy
-
-    merge = local_copy(src)
-    if task not in (tasks := task_files(merge)):  # before PyTorch is imported
-        raise mistake(f"there is no task '{task}' in {src}; its tasks are {', '.join(tasks)}", "--task")
+def extract(src: Merge, task: Name, out: Out, base: MovedBase = None, force: Force = False, as_json: Json = False) -> Result:
+    merge = with_task(src, task)
     from hf_ext import emr
 
     emr.extract(merge, task, out, base=base, overwrite=force)
     return Result(f"Wrote the model of task '{task}' to {out}.", {"out": out, "task": task})
+
+
+def with_task(src: str, task: str) -> Path:
+    """Returns the folder of a merge, which has this task. Does not import PyTorch."""
+    from hf_ext.emr.folder import task_files
+    from hf_ext.storage.hub import local_copy
+
+    merge = local_copy(src)
+    if task not in (tasks := task_files(merge)):
+        raise mistake(f"there is no task '{task}' in {src}; its tasks are {', '.join(tasks)}", "--task")
+    return merge
 
 
 def named(text: str) -> tuple[str, str]:

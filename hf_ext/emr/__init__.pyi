@@ -3,6 +3,7 @@ from .generation import task as task
 from .merging import add_task as add_task
 from .merging import extract as extract
 from .merging import merge as merge
+from .merging import remove_task as remove_task
 from .merging import report as report
 from .merging import verify as verify
 from .reports import MergeReport as MergeReport

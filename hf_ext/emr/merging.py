@@ -1,4 +1,4 @@
-"""Merging: the functions `merge`, `add_task`, `extract`, `verify` and `report`."""
+"""Merging: the functions `merge`, `add_task`, `remove_task`, `extract`, `verify` and `report`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hf_ext.emr.folder import (
 )
 from hf_ext.emr.reports import COLUMNS, MergeReport, TaskReport
 from hf_ext.emr.tasks import Task, open_task, require_one_structure, with_one_name_each
-from hf_ext.emr.writing import MergeWriter
+from hf_ext.emr.writing import RESCALE, MergeWriter
 from hf_ext.errors import CheckpointError, CorruptFileError
 from hf_ext.integration.cards import class_of, write_card
 from hf_ext.storage.checkpoint import Checkpoint, holds_weights
@@ -140,6 +140,33 @@ def add_task(
     return _write(lambda: merged.base, {name: task}, Path(out), *options, merged)
 
 
+def remove_task(
+    src: str | os.PathLike,
+    name: str,
+    out: str | os.PathLike,
+    base: str | os.PathLike | None = None,
+    max_shard_size: int | str = "50GB",
+    overwrite: bool = False,
+) -> MergeReport:
+    """Writes a merge without one of its tasks, of either method. The other tasks keep all their bits.
+
+    Args:
+        src: folder or Hub id of the merge.
+        name: name of the task to leave out.
+        out: folder to write, not that of the merge. On failure it stays as it was.
+        base, max_shard_size, overwrite: as in `add_task`.
+
+    Raises:
+        CheckpointError: the merge has no such task or no other, or `out` holds something else.
+    """
+    merged = MergeFolder(_folder_of(src), base)
+    merged.require_task(name)
+    if merged.tasks == [name]:
+        raise CheckpointError(f"'{name}' is the only task of {src}. Delete the folder instead.")
+    options = RESCALE[0], max_shard_size, overwrite, True, None
+    return _write(lambda: merged.base, {}, Path(out), *options, merged, name)
+
+
 def extract(
     merged: str | os.PathLike | PreTrainedModel,
     task: str,
@@ -230,8 +257,9 @@ def _write(
     accept_conflicts: bool,
     budget: Budget | None,
     merged: MergeFolder | None = None,
+    removed: str | None = None,
 ) -> MergeReport:
-    """Writes the folder of a merge of these tasks, after those of `merged` if it is given."""
+    """Writes the folder of a merge of these tasks, after those of `merged` but `removed`, if they are given."""
     for name in tasks:
         require_name(name)
     folders = [task for task in tasks.values() if isinstance(task, str | os.PathLike)]
@@ -239,7 +267,7 @@ def _write(
     staged = staged_folder(out, older_files(out), overwrite or (lambda: bool(older_files(out))))
     with staged as stage, TemporaryDirectory(dir=stage, prefix=OURS) as scratch:
         base = open_base()
-        models = [merged.model(name) for name in merged.tasks] if merged else []
+        models = [merged.model(name) for name in merged.tasks if name != removed] if merged else []
         models += [open_task(name, task, base, Path(scratch) / name) for name, task in tasks.items()]
         needed = [*base.paths, *(path for model in models for path in (model.folder, *model.tensors.paths))]
         for written in (out, *(out / task_folder(name) for name in tasks)):

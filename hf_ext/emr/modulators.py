@@ -11,7 +11,7 @@ import os
 import re
 import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -178,7 +178,7 @@ class TaskFile:
     Attributes:
         entries: by their full name, such as "mask/lm_head.weight".
         record: the contents of the header.
-        coded: the names of the coded tensors, which are made from the base's.
+        own, coded: the names of the task's own tensors, and of the coded ones, which are made from the base's.
 
     Raises:
         CorruptFileError: the file is damaged, or from a newer version.
@@ -195,8 +195,10 @@ class TaskFile:
             self.record = _record_of(fields)
         except (TypeError, ValueError, AttributeError) as error:
             raise CorruptFileError(f"The header of {path} contains invalid values: {error}.") from error
-        own, self.coded = ([key.removeprefix(kind) for key in self.entries if key.startswith(kind)] for kind in (OWN, CODE))
-        self._names = dict.fromkeys(sorted([*self.record.modulated, *self.record.shared, *self.coded, *own]))
+        self.own, self.coded = (
+            [key.removeprefix(kind) for key in self.entries if key.startswith(kind)] for kind in (OWN, CODE)
+        )
+        self._names = dict.fromkeys(sorted([*self.record.modulated, *self.record.shared, *self.coded, *self.own]))
         self._headers: dict[str, Header] = {}
         if lost := self.record.ties.values() - self._names.keys():
             raise CorruptFileError(f"{path} is damaged: it ties weights to '{min(lost)}', which it does not have. {REPAIR}")
@@ -266,11 +268,11 @@ class TaskFile:
         return tensor
 
 
-def copy_task(source: TaskFile, target: Path, **changes: Any) -> None:
-    """Copies a task's file, with these fields of its record changed."""
+def copy_task(source: TaskFile, target: Path, omitted: Collection[str] = (), **changes: Any) -> None:
+    """Copies a task's file without the `omitted` entries, with these fields of its record changed."""
     writer = TaskWriter(target)
     try:
-        for key in source.entries:
+        for key in source.entries.keys() - {*omitted}:
             writer.add(key, source.read(key))
         writer.finish(replace(source.record, checksums={}, **changes))
     finally:

@@ -54,7 +54,7 @@ class MergeWriter:
         base, base_config: the model that all tasks were fine-tuned from, and its config.json.
         models: the models of all tasks.
         out: folder to write.
-        standing: a merge to add tasks to. Its elected weights and its tasks' files stay as they are.
+        standing: a merge to add tasks to, or to remove tasks from. The tasks that stay keep all their bits.
         accept_conflicts: merge tasks that end farther from their own models than the base is.
         budget: the size of the new tasks if they are coded. Coded tasks do not vote.
 
@@ -93,6 +93,9 @@ class MergeWriter:
                     f"No tensor of {model} has a counterpart of its shape in the base {base}: it is no fine-tune of this base. "
                     f"{GIVE_BASE}"
                 )
+        for model in models[::-1] if standing else ():
+            shared = standing.files[model.task].record.shared if standing and model.task in standing.files else ()
+            self.holders |= dict.fromkeys(shared, model)  # what they share stays as it is
         new = [model for model in models if standing is None or model.task not in standing.files]
         self.writers = {model: TaskWriter(out / task_folder(model.task) / FILE) for model in new}
         self.sums: dict[TaskModel, dict[str, np.ndarray]] = {model: {} for model in new}
@@ -130,8 +133,10 @@ class MergeWriter:
                     self.writers[model].finish(records[model])
                 else:
                     assert self.standing is not None
-                    target = self.out / task_folder(model.task) / FILE
-                    copy_task(self.standing.files[model.task], target, elected=digest, ties=dict(model.ties))
+                    file, target = self.standing.files[model.task], self.out / task_folder(model.task) / FILE
+                    held = [name for name in file.own if not self.voters[name] and self._is_held(model, name)]
+                    fields = {"elected": digest, "ties": dict(model.ties), "shared": sorted([*file.record.shared, *held])}
+                    copy_task(file, target, [OWN + name for name in held], **fields)
         finally:
             for writer in self.writers.values():
                 writer.close()
@@ -211,6 +216,8 @@ class MergeWriter:
                 elected = np.empty(values * width, np.uint8)
         elif self.standing and self.standing.is_elected(name):
             elected = self.standing.elected.read(name).data
+            if not self.writers:
+                self._clear(name, elected, cast(base.data, base.dtype, dtype))
         else:
             elected = cast(base.data, base.dtype, dtype).copy()
         masks = np.empty((len(voters), election.mask_bytes(values)), np.uint8)
@@ -234,6 +241,19 @@ class MergeWriter:
             self._add_sums(model, name, np.asarray(total))
             self.writers[model].add_mask(name, mask)
         return RawTensor(dtype, shape, elected)
+
+    def _clear(self, name: str, elected: np.ndarray, prior: np.ndarray) -> None:
+        """Overwrites elected weights that no task takes any more with the base's."""
+        assert self.standing is not None
+        words = f"<u{WIDTHS[self._stored(name)[0]]}"
+        elected, prior = elected.view(words), prior.view(words)
+        free = np.ones(elected.size, bool)
+        for model in self.voters[name]:
+            if name in self.standing.files[model.task].record.modulated:
+                mask, _ = self.standing.modulator(model.task, name)
+                if mask is not None:
+                    free &= np.unpackbits(mask, count=free.size, bitorder="little") == 0
+        np.copyto(elected, prior, where=free)
 
     def _add_sums(self, model: TaskModel, name: str, sums: np.ndarray) -> None:
         """Keeps the sums of a new task's tensor. Raises CheckpointError if it has values that are not finite."""

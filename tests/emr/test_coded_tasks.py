@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
-from tiny_checkpoints import contents
-from tiny_merges import same_tensors, tensors_of, write_tasks
-from tiny_models import MODELS, assert_same_weights, perturb
+from tiny_checkpoints import contents, fine_tune, weights, write_folder
+from tiny_merges import classifier, same_tensors, tensors_of, write_tasks
+from tiny_models import MODELS, assert_same_weights, bert, perturb
 from transformers import AutoModelForSequenceClassification
 
-from hf_ext import emr
+from hf_ext import BaseModelError, CheckpointError, CorruptFileError, emr
 
 Auto = AutoModelForSequenceClassification
 
@@ -102,3 +104,122 @@ def test_methods_stand_side_by_side(tmp_path, folders):
     report = emr.report(tmp_path / "all")
     assert [task.step is None for task in report.tasks] == [True, True, False, True] and emr.verify(tmp_path / "all") > 0
     report.plot(tmp_path / "report.png")
+
+
+def test_added_rows_statistics_and_integers_are_exact(tmp_path):
+    base = weights() | {"bn.running_mean": torch.randn(8), "steps": torch.tensor(1), "embed.weight": torch.randn(96, 16)}
+    write_folder(tmp_path / "base", base, config={"vocab_size": 96})
+    rows = {"same": 96, "more": 101, "less": 90}
+    for seed, (task, count) in enumerate(rows.items(), 1):
+        tuned = fine_tune(base, seed) | {"bn.running_mean": torch.randn(8), "steps": torch.tensor(10 * seed)}
+        tuned["embed.weight"] = torch.cat([tuned["embed.weight"], torch.randn(9, 16)])[:count]
+        write_folder(tmp_path / task, tuned | {"new": torch.randn(seed, 3)}, config={"vocab_size": count})
+    emr.merge(tmp_path / "base", {task: tmp_path / task for task in rows}, tmp_path / "merged", method="switch", keep=0.5)
+    for task in rows:
+        found, single = extracted(tmp_path / "merged", task, tmp_path / "out"), tensors_of(tmp_path / task)
+        for name in ("bn.running_mean", "steps", "new"):
+            assert torch.equal(found[name], single[name]), name
+        assert found["embed.weight"].shape == single["embed.weight"].shape
+        assert torch.equal(found["embed.weight"][96:], single["embed.weight"][96:])
+
+
+def test_what_cannot_be_coded_is_one_error_and_nothing_is_written(tmp_path, folders, coded):
+    base, tasks = folders
+    broken = classifier(2, 2)
+    broken.bert.pooler.dense.bias.data[3] = torch.nan
+    broken.save_pretrained(tmp_path / "broken")
+    for options, message in (
+        ({"keep": 0}, "keep=0 is not a share"),
+        ({"keep": 1.01}, "is not a share"),
+        ({"bits": -1}, "bits=-1 is out of range"),
+        ({"bits": float("nan")}, "out of range"),
+        ({"size": "-3MB"}, "size='-3MB' is not a size"),
+        ({"size": "0"}, "is not a size"),
+        ({"size": "20KB"}, "too small: .* Give a size of more than"),
+        ({"keep": 0.5, "size": "1MB"}, "keep and size are given; give one"),
+        ({"method": "emr", "bits": 1}, "bits: only the method 'switch'"),
+        ({"method": "dare"}, "choose one of: emr, switch"),
+        ({"bits": 0.01}, "Tasks get too few bits: .*'cr' .*Give them more"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            emr.merge(base, {"cr": tasks["cr"]}, tmp_path / "out", **{"method": "switch"} | options)
+    for task, message in (
+        (tmp_path / "broken", "1 values that are infinite"),
+        (perturb(bert(), 1, 9.0), "no fine-tune of this"),
+    ):
+        with pytest.raises((CheckpointError, BaseModelError), match=message):
+            emr.add_task(coded, "more", task, tmp_path / "out", bits=4)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("unit", [1, 1000])
+def test_a_folder_takes_about_the_size_that_was_asked_for(tmp_path, unit):
+    base = {"up.weight": torch.randn(512, 512), "norm.weight": torch.ones(512)}
+    write_folder(tmp_path / "base", base)
+    for seed in (1, 2):
+        write_folder(tmp_path / f"t{seed}", fine_tune(base, seed))
+    size = 100_000 if unit == 1 else "100KB"
+    report = emr.merge(
+        tmp_path / "base", {f"t{i}": tmp_path / f"t{i}" for i in (1, 2)}, tmp_path / "out", method="switch", size=size
+    )
+    assert 85_000 < report.bytes <= 101_000
+
+
+# ---- removing a task -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["emr", "switch", "mixed"])
+def test_the_tasks_that_stay_keep_all_bits(tmp_path, folders, method):
+    base, tasks = folders
+    same = {"cr": tasks["cr"], "trec": tasks["trec"], "again": tasks["cr"]}  # a head that two of three share
+    emr.merge(base, same, tmp_path / "merged", **{"method": "switch", "bits": 4} if method == "switch" else {})
+    if method == "mixed":
+        emr.add_task(tmp_path / "merged", "subj", tasks["subj"], tmp_path / "more", method="switch", bits=4)
+    whole = tmp_path / ("more" if method == "mixed" else "merged")
+    names = [task.task for task in emr.report(whole).tasks]
+    model = Auto.from_pretrained(whole)
+    for gone in names:
+        report = emr.remove_task(whole, gone, tmp_path / "fewer")
+        assert [task.task for task in report.tasks] == [task for task in names if task != gone]
+        assert report.bytes < emr.report(whole).bytes and emr.verify(tmp_path / "fewer")
+        assert not (tmp_path / "fewer" / f"task-{gone}" / "modulators.safetensors").exists()
+        for task in report.tasks:
+            same_tensors(*(extracted(folder, task.task, tmp_path / "out") for folder in (whole, tmp_path / "fewer")))
+        first, *_, last = [task.task for task in report.tasks]
+        loaded = Auto.from_pretrained(tmp_path / "fewer")
+        assert (
+            loaded.active_task == first
+            and loaded.config.num_labels == Auto.from_pretrained(tasks.get(first, tasks["cr"])).num_labels
+        )
+        loaded.set_task(last)
+        model.set_task(gone)  # the old folder is still there
+    with pytest.raises(CheckpointError, match="There is no task 'x'"):
+        emr.remove_task(whole, "x", tmp_path / "none")
+    with pytest.raises(CheckpointError, match="cannot be overwritten"):
+        emr.remove_task(whole, names[0], whole)
+
+
+def test_the_last_task_and_a_task_in_use(tmp_path, folders):
+    base, tasks = folders
+    emr.merge(base, {task: tasks[task] for task in ("cr", "subj")}, tmp_path / "two", method="switch", bits=4)
+    model = Auto.from_pretrained(tmp_path / "two")
+    emr.remove_task(tmp_path / "two", "cr", tmp_path / "one")
+    with pytest.raises(CheckpointError, match="'subj' is the only task"):
+        emr.remove_task(tmp_path / "one", "subj", tmp_path / "none")
+    shutil.rmtree(tmp_path / "two")
+    (tmp_path / "one").rename(tmp_path / "two")  # the model's folder, without its active task
+    model.set_task("subj")
+    model.set_task("cr")
+    with pytest.raises((CheckpointError, CorruptFileError), match="another merge|belongs to|is missing"):
+        model.save_pretrained(tmp_path / "copy")
+
+
+def test_weights_that_no_task_takes_any_more_are_free_for_the_next(tmp_path):
+    base = weights()
+    write_folder(tmp_path / "base", base)
+    for seed, task in enumerate(("a", "b")):
+        write_folder(tmp_path / task, fine_tune(base, seed))
+    emr.merge(tmp_path / "base", {"a": tmp_path / "a", "still": tmp_path / "base"}, tmp_path / "two")
+    emr.remove_task(tmp_path / "two", "a", tmp_path / "one")
+    emr.add_task(tmp_path / "one", "b", tmp_path / "b", tmp_path / "more")
+    same_tensors(extracted(tmp_path / "more", "b", tmp_path / "out"), tensors_of(tmp_path / "b"))
