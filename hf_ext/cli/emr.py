@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from hf_ext.cli.command import Force, Json, MovedBase, Out, Result, Revision, Section, argument, flag, mistake, option
+from hf_ext.cli.command import Force, Json, MovedBase, Out, Result, Section, argument, flag, mistake, option
 from hf_ext.errors import CheckpointError
 
 section = Section(
@@ -43,7 +43,6 @@ def merge(
             "NAME=PATH",
         ),
     ],
-    revision: Revision = None,
     method: Annotated[
         Literal["emr", "switch"],
         option(
@@ -68,7 +67,7 @@ def merge(
     from hf_ext import emr
 
     options: dict[str, Any] = {"method": method, "keep": keep, "bits": bits, "size": size, "accept_conflicts": accept_conflicts}
-    report = emr.merge(base, dict(tasks), out, revision=revision, overwrite=force, **options)
+    report = emr.merge(base, dict(tasks), out, overwrite=force, **options)
     return Result(report.summary(), report.to_dict())
 
 
@@ -106,7 +105,7 @@ def add_task(
 
 
 @section.command(
-    "write a merge without one of its tasks; the others keep all bits",
+    "write a merge without a task; the others keep all bits",
     "  hf-ext remove-task my-bert-merged --task sst2 --out my-bert-fewer",
 )
 def remove_task(
