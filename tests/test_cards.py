@@ -71,7 +71,7 @@ def test_the_card_of_a_compressed_checkpoint_names_base_license_and_class(tuned,
 def test_the_card_of_a_merge_says_of_each_task_how_close_it_is(merged, tmp_path):
     data, text = valid_card(merged / "merged")
     for task in emr.report(merged / "merged").tasks:
-        assert f"| {task.task} | {task.scale:.4f} |" in text and f'model.set_task("{task.task}")' in text
+        assert f"| {task.task} | λ {task.scale:.4f} |" in text and f'model.set_task("{task.task}")' in text
     assert (data.license, data.tags) == ("mit", ["emr-merging", "merge"])
     plain(merged / "merged").save_pretrained(tmp_path / "again")
     assert (tmp_path / "again/README.md").read_bytes() == (merged / "merged/README.md").read_bytes()

@@ -124,11 +124,14 @@ def require_closer(figures: Mapping[str, tuple[float, float]], are_coded: bool =
         if relative >= 1
     ]
     if worse:
+        reason = "Tasks conflict:"
         advice = 'Store them by another method (--method switch; in Python: method="switch"), merge fewer or more similar tasks'
+        if are_coded:
+            reason, advice = "Tasks get too few bits:", "Give them more"
         raise CheckpointError(
-            f"Tasks {'get too few bits' if are_coded else 'conflict'}: the weights of {', '.join(worse)} would be farther from "
-            f"their own models than the base's. {'Give them more' if are_coded else advice}, compress each checkpoint exactly "
-            "with hf-ext compress, or merge anyway with --accept-conflicts (in Python: accept_conflicts=True)."
+            f"{reason} the weights of {', '.join(worse)} would be farther from their own models than the base's. {advice}, "
+            "compress each checkpoint exactly with hf-ext compress, or merge anyway with --accept-conflicts (in Python: "
+            "accept_conflicts=True)."
         )
 
 
