@@ -7,6 +7,7 @@ from copy import deepcopy
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from tiny_checkpoints import contents, fine_tune, weights, write_folder
 from tiny_merges import classifier, same_tensors, tensors_of, write_tasks
 from tiny_models import MODELS, assert_same_weights, bert, perturb
@@ -164,6 +165,24 @@ def test_a_folder_takes_about_the_size_that_was_asked_for(tmp_path, size):
     tasks = {f"t{i}": tmp_path / f"t{i}" for i in (1, 2)}
     report = emr.merge(tmp_path / "base", tasks, tmp_path / "out", method="switch", size=size)
     assert 85_000 < report.bytes <= 101_000
+
+
+def test_each_damaged_byte_and_a_changed_base_are_noticed(tmp_path, folders):
+    base = shutil.copytree(folders[0], tmp_path / "base")
+    emr.merge(base, {"cr": folders[1]["cr"]}, tmp_path / "merged", method="switch", bits=4)
+    path = tmp_path / "merged/task-cr/modulators.safetensors"
+    good = path.read_bytes()
+    for place in range(8, len(good), 499):
+        path.write_bytes(good[:place] + bytes([good[place] ^ 0x15]) + good[place + 1 :])
+        with pytest.raises(CorruptFileError, match="cr"):
+            emr.verify(tmp_path / "merged")
+    path.write_bytes(good)
+    tensors = tensors_of(base)
+    name = "encoder.layer.0.output.dense.weight"
+    tensors[name].view(-1)[tensors[name].numel() // 3] += 1  # beside what the base's fingerprint covers
+    save_file(tensors, base / "model.safetensors", {"format": "pt"})
+    with pytest.raises(BaseModelError, match=name):
+        emr.extract(tmp_path / "merged", "cr", tmp_path / "out")
 
 
 # ---- removing a task -------------------------------------------------------------------------------------------------
