@@ -21,6 +21,7 @@ from hf_ext import emr, fm_delta
 
 PROMPT = "pick a b c"
 TASKS = ("one", "two")
+MERGED = (*TASKS, "coded")
 
 
 def language_model(hidden_size: int = 64, layers: int = 3) -> LlamaForCausalLM:
@@ -52,8 +53,9 @@ def write_models(folder: Path) -> LlamaForCausalLM:
     for model in (*TASKS, "half"):
         fm_delta.compress_checkpoint(folder / model, folder / "base", folder / f"small-{model}")
     fm_delta.compress_checkpoint(folder / "other", folder / "other-base", folder / "small-other")
-    emr.merge(folder / "base", {task: folder / task for task in TASKS}, folder / "merged")
-    for task in TASKS:
+    emr.merge(folder / "base", {task: folder / task for task in TASKS}, folder / "elected")
+    emr.add_task(folder / "elected", "coded", folder / "two", folder / "merged", method="switch", bits=6)
+    for task in MERGED:
         emr.extract(folder / "merged", task, folder / f"merged-{task}")
     shutil.copytree(folder / "base", folder / "overwritten")
     _spoil(folder)

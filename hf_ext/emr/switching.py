@@ -33,8 +33,9 @@ class SetTask:
     """`model.set_task(name)`: switches the model to another task, in place.
 
     It overwrites the weights in memory, replaces parameters of another shape (heads, resized embeddings), and updates the
-    configuration. The first switch decodes the elected weights and keeps them; later switches take about as long as copying the
-    weights. If the weights differ from those of the active task, it raises and changes nothing.
+    configuration. The first switch to or from an elected task decodes the elected weights and keeps them; later ones take about
+    as long as copying the weights. A coded task is decoded into the weights. If weights differ from those of the active task,
+    it raises and changes nothing.
 
     Args:
         name: one of `model.tasks`.

@@ -21,7 +21,9 @@ bert().bert.push_to_hub("user/base")
 for task in ("cr", "subj"):
     Auto.from_pretrained(tasks[task]).push_to_hub(f"user/{task}")
     tokenizer().push_to_hub(f"user/{task}")
-emr.merge("user/base", {"trec": tasks["trec"], "cr": "user/cr", "subj": "user/subj"}, "merged")
+emr.merge("user/base", {"trec": tasks["trec"], "cr": "user/cr", "subj": "user/subj"}, "elected")
+emr.add_task("elected", "sst2", tasks["sst2"], "merged", method="switch", bits=6)
+emr.extract("merged", "sst2", "merged-sst2")
 emr.merge(base, {task: tasks[task] for task in ("trec", "cr", "subj")}, "local")
 for task in ("trec", "cr", "subj"):
     for folder in ("merged", "local"):
@@ -39,7 +41,7 @@ Auto.from_pretrained("local").push_to_hub("user/local")
 LOAD = """
 for name in ("user/merge", "user/saved"):
     model = Auto.from_pretrained(name)
-    assert model.active_task == "trec" and model.tasks == ["trec", "cr", "subj"]
+    assert model.active_task == "trec" and model.tasks == ["trec", "cr", "subj", "sst2"]
     for task in model.tasks:
         model.set_task(task)
         assert_same_weights(model, Auto.from_pretrained(f"../push/merged-{task}"))

@@ -14,7 +14,7 @@ from datasets import Dataset
 from hosts import adapters_of_transformers
 from peft import LoraConfig, get_peft_model
 from tiny_checkpoints import contents, edit_settings
-from tiny_merges import same_tensors, tensors_of, write_tasks
+from tiny_merges import METHODS, same_tensors, tensors_of, write_tasks
 from tiny_models import assert_same_weights, bert, inputs, perturb, tokenizer
 from transformers import (
     AutoConfig,
@@ -44,11 +44,11 @@ def extract_all(merged, out) -> dict:
     return {task: out / task for task in tasks}
 
 
-@pytest.fixture(scope="module")
-def merged(tmp_path_factory):
+@pytest.fixture(scope="module", params=METHODS)
+def merged(tmp_path_factory, request):
     """A merge of three classifiers, and its tasks as plain folders."""
     folder = tmp_path_factory.mktemp("merge")
-    emr.merge(*write_tasks(folder / "in", {"trec": 6, "cr": 2, "subj": 2}), folder / "merged")
+    emr.merge(*write_tasks(folder / "in", {"trec": 6, "cr": 2, "subj": 2}), folder / "merged", **METHODS[request.param])
     return folder / "merged", extract_all(folder / "merged", folder / "plain")
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 from local_hub import Commit, File, LocalHub, Repo
-from servers import TASKS, write_models
+from servers import MERGED, TASKS, write_models
 from sglang_server import RunningSGLang
 
 PLAIN = {"small-one": "one", "small-two": "two", "small-half": "half", "base": "base"}  # the plain model of each
-PLAIN |= {f"merged#{task}": f"merged-{task}" for task in TASKS} | {"merged": f"merged-{TASKS[0]}"}
+PLAIN |= {f"merged#{task}": f"merged-{task}" for task in MERGED} | {"merged": f"merged-{TASKS[0]}"}
 
 
 @pytest.fixture(scope="module")

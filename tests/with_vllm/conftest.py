@@ -34,10 +34,10 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def expected(folder) -> dict[str, dict]:
     """Digests and answers of the plain models, by vLLM alone."""
-    from servers import PROMPT, TASKS
+    from servers import MERGED, PROMPT, TASKS
     from vllm_server import OPTIONS
 
-    models = ["base", *TASKS, "half", *(f"merged-{task}" for task in TASKS)]
+    models = ["base", *TASKS, "half", *(f"merged-{task}" for task in MERGED)]
     script = [sys.executable, str(Path(__file__).with_name("reference.py")), str(folder), PROMPT, *models]
     environment = os.environ | OPTIONS | {"VLLM_PLUGINS": ""}
     subprocess.run(script, env=environment, timeout=600, check=True)

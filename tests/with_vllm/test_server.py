@@ -17,7 +17,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from servers import PROMPT, TASKS
+from servers import MERGED, PROMPT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm_server import OPTIONS, VllmServer
 
@@ -30,7 +30,7 @@ from hf_ext.weight_sync import Publisher
 def server(folder, expected) -> Iterator[VllmServer]:
     """It starts with a compressed model, given as it is."""
     listed = {"two": "small-two", "half": "small-half", "base": "base", "overwritten": "overwritten"}
-    listed |= {f"task {task}": f"merged#{task}" for task in TASKS}
+    listed |= {f"task {task}": f"merged#{task}" for task in MERGED}
     listed |= {"baseless": "baseless", "torn": "torn", "other": "small-other", "mixed": "mixed", "no task": "small-one#one"}
     (folder / "models.json").write_text(json.dumps(listed))
     server = VllmServer(folder / "small-one", folder / "server.log", models=str(folder / "models.json"))
@@ -41,7 +41,7 @@ def server(folder, expected) -> Iterator[VllmServer]:
         server.stop()
 
 
-PLAIN = {"first": "one", "two": "two", "half": "half", "base": "base", **{f"task {task}": f"merged-{task}" for task in TASKS}}
+PLAIN = {"first": "one", "two": "two", "half": "half", "base": "base", **{f"task {task}": f"merged-{task}" for task in MERGED}}
 
 
 def test_it_starts_with_the_weights_of_the_plain_model(server, expected):
