@@ -92,7 +92,7 @@ def add_task(
     as_json: Json = False,
 ) -> Result:
     name, path = named(task)
-    from hf_ext.emr.folder import task_files
+    from hf_ext.emr.layout import task_files
     from hf_ext.storage.hub import local_copy
 
     if name in task_files(local_copy(src)):  # before PyTorch is imported
@@ -133,7 +133,7 @@ def extract(src: Merge, task: Name, out: Out, base: MovedBase = None, force: For
 
 def with_task(src: str, task: str) -> Path:
     """Returns the folder of a merge, which has this task. Does not import PyTorch."""
-    from hf_ext.emr.folder import task_files
+    from hf_ext.emr.layout import task_files
     from hf_ext.storage.hub import local_copy
 
     merge = local_copy(src)
@@ -147,7 +147,7 @@ def named(text: str) -> tuple[str, str]:
     name, _, path = text.partition("=")
     if not (name and path):
         raise mistake(f"'{text}' is not of the form NAME=PATH", "--task")
-    from hf_ext.emr.folder import require_name
+    from hf_ext.emr.layout import require_name
 
     try:
         require_name(name)

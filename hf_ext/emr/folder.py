@@ -1,18 +1,10 @@
-"""The folder of a merge, and the checkpoint of each of its tasks.
-
-config.json, other files           of the first task; config.json has a `quantization_config` of the method `emr`
-model.safetensors (or shards)      the elected weights, as differences from the base
-task-TASK/config.json              of the task
-task-TASK/modulators.safetensors   masks and rescalers, or coded tensors, and the task's own tensors
-task-TASK/…                        its other files, unless they equal those of the first task
-"""
+"""An opened merge, and the checkpoint of each of its tasks."""
 
 from __future__ import annotations
 
 import math
 import os
-import re
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,12 +14,13 @@ from huggingface_hub import snapshot_download
 
 from hf_ext.emr import election
 from hf_ext.emr.checks import TaskModel
-from hf_ext.emr.modulators import FILE, OWN, REPAIR, ROWS, TASK_FOLDER, TaskFile
-from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError, HfExtError
-from hf_ext.storage.config_file import CONFIG, EMR, read_config, storage_settings
+from hf_ext.emr.layout import files_of, task_files, task_folder
+from hf_ext.emr.modulators import FILE, OWN, REPAIR, ROWS, TaskFile
+from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
+from hf_ext.storage.config_file import CONFIG, read_config, storage_settings
 from hf_ext.storage.files import copy, write_json
 from hf_ext.storage.hub import HUB, Hub, first_line, repository_of, snapshot_of
-from hf_ext.storage.layout import INDEX, select_weights
+from hf_ext.storage.layout import select_weights
 from hf_ext.storage.native import FLOATS, WIDTHS, cast
 from hf_ext.storage.open import OF_TASK, open_delta
 from hf_ext.storage.plain_writer import shards_of
@@ -36,63 +29,6 @@ from hf_ext.storage.safetensors_file import ComputedFile, Entry, RawTensor
 from hf_ext.storage.source import TensorSource
 
 GENERATION = "generation_config.json"
-TASK_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-
-
-def is_name(name: object) -> bool:
-    """Checks whether a task can have this name: its folder has the same name."""
-    return isinstance(name, str) and TASK_NAME.fullmatch(name) is not None
-
-
-def require_name(name: object) -> None:
-    if not is_name(name):
-        raise CheckpointError(f"{name!r} cannot be the name of a task; use letters, digits, '.', '_' and '-'.")
-
-
-def task_folder(task: str) -> str:
-    """Returns the folder of a task's own files, relative to the merge. `push_to_hub` uploads no deeper folders."""
-    return f"{TASK_FOLDER}{task}"
-
-
-def task_files(folder: Path) -> dict[str, TaskFile]:
-    """Opens the files of all tasks of a merge, in the order of config.json.
-
-    Raises:
-        CheckpointError: the folder holds no merge.
-        CorruptFileError: a file is damaged, missing, or from a newer version.
-    """
-    settings = storage_settings(folder)
-    if settings.get("quant_method") != EMR:
-        raise CheckpointError(
-            f"{folder} holds no merge: its config.json does not have the quant_method {EMR!r}. Give the folder of a merge."
-        )
-    tasks = settings.get("tasks")
-    if not isinstance(tasks, list) or not tasks or not all(map(is_name, tasks)):
-        raise CorruptFileError(f"{folder / CONFIG} is damaged: it lists no tasks. {REPAIR}")
-    files = {task: TaskFile(folder / task_folder(task) / FILE) for task in tasks}
-    for task, file in files.items():
-        if file.record.task != task:
-            raise CorruptFileError(f"{file.path} belongs to task '{file.record.task}', not '{task}'. {REPAIR}")
-    return files
-
-
-def files_of(folder: Path, tasks: Mapping[str, TaskFile]) -> list[Path]:
-    """Returns the files of a folder that belong to its merge, relative to the folder."""
-    paths = [folder / INDEX, folder / CONFIG, *select_weights(folder)]
-    for task, file in tasks.items():
-        place = folder / task_folder(task)
-        paths += [place / FILE, place / CONFIG, *(parent / name for name in file.record.files for parent in (place, folder))]
-    return sorted({path.relative_to(folder) for path in paths if path.is_file()})
-
-
-def older_files(folder: Path) -> list[Path]:
-    """Returns the files of the merge that a folder already holds, relative to the folder. Of a damaged merge, these are the
-    tasks' own files."""
-    try:
-        return files_of(folder, task_files(folder))
-    except (HfExtError, OSError):
-        tasks = [path.parent for path in folder.glob(f"{task_folder('*')}/{FILE}")]
-        return [(task / name).relative_to(folder) for task in tasks for name in (FILE, CONFIG) if (task / name).is_file()]
 
 
 class MergeFolder:
@@ -359,17 +295,6 @@ def _belongs(path: Path, elected: str) -> bool:
         return TaskFile(path).record.elected == elected
     except CorruptFileError:  # of which merge, nobody can tell
         return False
-
-
-def name_of_task(name: str, task: str, tasks: Sequence[str]) -> str:
-    """Returns MERGE#TASK, or MERGE for the first of `tasks`, which the name of the merge loads.
-
-    Args:
-        name: the name of the merge, or of one of its tasks.
-    """
-    for other in tasks:
-        name = name.removesuffix(f"{OF_TASK}{other}")
-    return name if task == tasks[0] else f"{name}{OF_TASK}{task}"
 
 
 class TaskSource(TensorSource):

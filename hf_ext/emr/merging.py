@@ -13,15 +13,8 @@ from transformers.utils.logging import get_logger
 
 from hf_ext.display import markdown_table, megabytes
 from hf_ext.emr.coding import CODED, ELECTED, Budget, budget_of
-from hf_ext.emr.folder import (
-    MergeFolder,
-    files_of,
-    older_files,
-    require_name,
-    task_files,
-    task_files_into,
-    task_folder,
-)
+from hf_ext.emr.folder import MergeFolder, task_files_into
+from hf_ext.emr.layout import files_of, older_files, require_name, task_files, task_folder
 from hf_ext.emr.reports import COLUMNS, MergeReport, TaskReport
 from hf_ext.emr.tasks import Task, open_task, require_one_structure, with_one_name_each
 from hf_ext.emr.writing import RESCALE, MergeWriter

@@ -13,7 +13,7 @@ from huggingface_hub import CommitInfo
 from transformers import PreTrainedModel
 from transformers.utils.logging import get_logger
 
-from hf_ext.emr.folder import name_of_task, older_files
+from hf_ext.emr.layout import name_of_task, older_files
 from hf_ext.emr.switching import SetTask
 from hf_ext.errors import CheckpointError
 from hf_ext.integration.cards import CARD, has_card

@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 from transformers.utils.logging import get_logger
 
 from hf_ext.emr import election
-from hf_ext.emr.folder import MergeFolder, name_of_task
+from hf_ext.emr.folder import MergeFolder
+from hf_ext.emr.layout import name_of_task
 from hf_ext.emr.modulators import CODE
 from hf_ext.errors import CheckpointError, UnsavedChangesError
 from hf_ext.integration import compat

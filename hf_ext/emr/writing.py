@@ -24,7 +24,8 @@ from hf_ext.emr.checks import (
     vocabulary,
 )
 from hf_ext.emr.coding import ENTRY, EXACT, LEAST_BITS, Budget, sums_of
-from hf_ext.emr.folder import MergeFolder, task_folder
+from hf_ext.emr.folder import MergeFolder
+from hf_ext.emr.layout import task_folder
 from hf_ext.emr.modulators import CODE, FILE, OWN, ROWS, Modulated, TaskRecord, TaskWriter, copy_task
 from hf_ext.emr.reports import figures_of
 from hf_ext.errors import BaseModelError, CheckpointError
