@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
 
 from hf_ext.emr.checks import TaskModel
-from hf_ext.storage.delta.coarse import Coarse, coarsened
+from hf_ext.storage.delta.coarse import coarsened
 from hf_ext.storage.native import WIDTHS, as_numbers, cast
 from hf_ext.storage.prefetch import in_threads, threads_for
 from hf_ext.storage.safetensors_file import Entry, RawTensor
@@ -22,7 +23,22 @@ MOST_VALUES = 1 << 22  # of a tensor in the sample of a larger model
 FIRST_STEP = 2.5  # times the root mean square of the changes
 TINY = 1e-9
 ROUNDS, NEAR = 10, 0.03  # steps that are tried at most, and the share by which the result may be smaller than wanted
+MOST_GAIN = 1.5
+EXACT = 2.0**-60  # a step at which no change is lost
 VECTOR = 1 / 16  # of the step, for a tensor of one dimension: each of its values changes a whole row or column of activations
+
+
+class Step(NamedTuple):
+    """How the changes of a coded task are stored.
+
+    Attributes:
+        size: the smallest change of a single value.
+        gain: factor of the stored changes. It restores the length of the task vector (as arXiv 2412.00054 does), and with it
+            more of what the task learned.
+    """
+
+    size: float
+    gain: float = 1
 
 
 def step_of(step: float, name: str, entry: Entry) -> float:
@@ -38,7 +54,7 @@ def step_of(step: float, name: str, entry: Entry) -> float:
 
 def choose_step(
     model: TaskModel, base: TensorSource, names: Sequence[str], keep: float | None = None, bits: float | None = None
-) -> float:
+) -> Step:
     """Returns the step at which a task takes so many bits per parameter, or so many of its values get a change of their own.
 
     Args:
@@ -50,21 +66,26 @@ def choose_step(
     assert wanted is not None
     sample = _sample(model, base, names)
     shares: dict[float, float] = {}
+    gains: dict[float, float] = {}
+    counts = [count for _, count, *_ in sample]
+    lengths = [_square(tensor, prior) for _, _, tensor, prior in sample]
+    whole = sum(count * square for count, square in zip(counts, lengths))
 
     def measure(step: float) -> float:
         """Returns what a step makes of the sample: bits per parameter, or the share of values."""
 
-        def encode(i: int) -> Coarse:
-            name, _, tensor, prior = sample[i]
-            return coarsened(tensor, prior, step_of(step, name, model.tensors.entry(name)))
+        def encode(i: int) -> tuple[float, float]:
+            name, count, tensor, prior = sample[i]
+            made = coarsened(tensor, prior, step_of(step, name, model.tensors.entry(name)))
+            amount = 8 * len(made.payload) if keep is None else made.numbers
+            return count * amount / math.prod(tensor.shape), count * _square(made.tensor, prior)
 
         made = in_threads(encode, len(sample), threads_for(sum(tensor.data.size for _, _, tensor, _ in sample)))
-        amounts = [8 * len(part.payload) if keep is None else part.numbers for part in made]
-        parts = [count * amount / math.prod(tensor.shape) for (_, count, tensor, _), amount in zip(sample, amounts)]
-        shares[step] = sum(parts) / sum(count for _, count, *_ in sample)
+        amount, square = (sum(column) for column in zip(*made))
+        shares[step], gains[step] = amount / sum(counts), min(math.sqrt(whole / square), MOST_GAIN) if square else 1.0
         return shares[step]
 
-    step, aim = FIRST_STEP * _size_of_changes(sample), (1 - NEAR / 2) * wanted
+    step, aim = FIRST_STEP * math.sqrt(whole / sum(counts)), (1 - NEAR / 2) * wanted
     above, below = 0.0, math.inf  # steps that give more than wanted, and at most that
     while step and len(shares) < ROUNDS:
         if measure(step) > wanted:
@@ -78,7 +99,8 @@ def choose_step(
             step = above * (below / above) ** min(max(part, 0.1), 0.9)
         else:
             step *= min(max((shares[step] / aim) ** 0.75, 0.2), 5) * (1.1 if above else 0.9)
-    return below if below < math.inf else above
+    chosen = below if below < math.inf else above
+    return Step(chosen or EXACT, gains.get(chosen, 1.0))
 
 
 def _sample(model: TaskModel, base: TensorSource, names: Sequence[str]) -> list[tuple[str, int, RawTensor, RawTensor]]:
@@ -106,13 +128,10 @@ def _rows(tensor: RawTensor, rows: np.ndarray) -> RawTensor:
     return RawTensor(tensor.dtype, (len(rows), *tensor.shape[1:]), data)
 
 
-def _size_of_changes(sample: Sequence[tuple[str, int, RawTensor, RawTensor]]) -> float:
-    """Returns the root mean square of the finite changes in a sample."""
-    squares, values = 0.0, 0
-    for _, _, tensor, prior in sample:
-        numbers = (as_numbers(data, tensor.dtype) for data in (tensor.data, cast(prior.data, prior.dtype, tensor.dtype)))
-        with np.errstate(invalid="ignore", over="ignore"):
-            change = np.subtract(*numbers, dtype=np.float64)
-        squares += float(np.square(change[np.isfinite(change)]).sum())
-        values += change.size
-    return math.sqrt(squares / values)
+def _square(tensor: RawTensor, prior: RawTensor) -> float:
+    """Returns the mean square of the finite changes of a tensor."""
+    numbers = (as_numbers(data, tensor.dtype) for data in (tensor.data, cast(prior.data, prior.dtype, tensor.dtype)))
+    with np.errstate(invalid="ignore", over="ignore"):
+        change = np.subtract(*numbers)
+    change[~np.isfinite(change)] = 0
+    return float(np.square(change, dtype=np.float64).mean())

@@ -17,7 +17,6 @@ METHODS = ELECTED, CODED = "emr", "switch"
 BITS = 0.25  # per parameter and task, by default
 LEAST_BITS = 0.001  # per parameter and task
 ENTRY = 250  # bytes that the entry of a tensor takes in the headers of a folder, about
-EXACT = 2.0**-60  # a step at which no change is lost
 CHUNK = 1 << 20  # values worked on at a time
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 

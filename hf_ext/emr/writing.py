@@ -11,7 +11,7 @@ import xxhash
 
 from hf_ext.display import megabytes
 from hf_ext.emr import election
-from hf_ext.emr.budget import choose_step, step_of
+from hf_ext.emr.budget import Step, choose_step, step_of
 from hf_ext.emr.checks import (
     GIVE_BASE,
     TaskModel,
@@ -23,7 +23,7 @@ from hf_ext.emr.checks import (
     require_same_layers,
     vocabulary,
 )
-from hf_ext.emr.coding import ENTRY, EXACT, LEAST_BITS, Budget, sums_of
+from hf_ext.emr.coding import ENTRY, LEAST_BITS, Budget, sums_of
 from hf_ext.emr.folder import MergeFolder
 from hf_ext.emr.layout import task_folder
 from hf_ext.emr.modulators import CODE, FILE, OWN, ROWS, Modulated, TaskRecord, TaskWriter, copy_task
@@ -100,7 +100,7 @@ class MergeWriter:
         new = [model for model in models if standing is None or model.task not in standing.files]
         self.writers = {model: TaskWriter(out / task_folder(model.task) / FILE) for model in new}
         self.sums: dict[TaskModel, dict[str, np.ndarray]] = {model: {} for model in new}
-        self.steps: dict[TaskModel, float] = {}
+        self.steps: dict[TaskModel, Step] = {}
         self.numbers: dict[TaskModel, dict[str, int]] = {model: {} for model in new}  # coded changes of single values
         self.priors: dict[str, str] = {}  # elected tensor -> checksum of the base's, in its type
 
@@ -268,8 +268,9 @@ class MergeWriter:
     def _code(self, model: TaskModel, name: str, base: RawTensor) -> None:
         """Gives a coded tensor to the writer of its task."""
         tensor, entry = model.tensors.read(name), model.tensors.entry(name)
-        step, threads = step_of(self.steps[model], name, entry), threads_for(tensor.data.size)
-        coarse = coarsened(tensor, base, step, name, self._twin(name), threads)
+        step, threads = self.steps[model], threads_for(tensor.data.size)
+        size = step_of(step.size, name, entry)
+        coarse = coarsened(tensor, base, size, step.gain, name, self._twin(name), threads)
         self._add_sums(model, name, sums_of(tensor, base, coarse.tensor))
         self.writers[model].add_bytes(CODE + name, coarse.payload)
         self.numbers[model][name] = coarse.numbers
@@ -280,7 +281,7 @@ class MergeWriter:
         names = {model: [name for name, voters in self.voters.items() if model in voters] for model in self.writers}
         bits = budget.bits if budget.size is None else self._bits(budget.size, names)
         for model, coded in names.items():
-            self.steps[model] = choose_step(model, self.base, coded, budget.keep, bits) or EXACT
+            self.steps[model] = choose_step(model, self.base, coded, budget.keep, bits)
 
     def _bits(self, size: int, names: Mapping[TaskModel, Sequence[str]]) -> float:
         """Returns the bits per parameter and task that are left of a folder of this size in bytes.
@@ -406,7 +407,7 @@ class MergeWriter:
         record.report = figures_of(scales, sums, values)
         if self.budget:
             share = sum(self.numbers[model].values()) / max(record.report["parameters"], 1)
-            record.report |= {"step": self.steps[model], "density": share, "conflicts": 0.0}
+            record.report |= {"step": self.steps[model].size, "density": share, "conflicts": 0.0}
         return record
 
     def _resized(self, model: TaskModel, name: str) -> int | None:

@@ -15,7 +15,7 @@ import torch
 import xxhash
 
 from hf_ext.storage.delta.change import Change
-from hf_ext.storage.delta.codec import encode_body, encode_raw, predicted_values, prediction_of
+from hf_ext.storage.delta.codec import encode_body, predicted_values, prediction_of
 from hf_ext.storage.delta.low_rank import coarse_change, spacing
 from hf_ext.storage.delta.payload import (
     CODED,
@@ -60,7 +60,9 @@ class _Body(NamedTuple):
     numbers: int
 
 
-def coarsened(tensor: RawTensor, base: RawTensor, step: float, name: str = "", base_name: str = "", threads: int = 1) -> Coarse:
+def coarsened(
+    tensor: RawTensor, base: RawTensor, step: float, gain: float = 1, name: str = "", base_name: str = "", threads: int = 1
+) -> Coarse:
     """Compresses a tensor approximately.
 
     Values that the base predicts are restored with an error of about half a step, or of half their spacing where that is
@@ -70,25 +72,26 @@ def coarsened(tensor: RawTensor, base: RawTensor, step: float, name: str = "", b
         tensor: of a float type.
         base: its counterpart in the base model, as for `encode_raw`.
         step: the smallest change of a single value, from 2^-100 to 2^100.
+        gain: factor of the stored change, to make up for what is left out.
         name, base_name, threads: as for `encode_raw`.
     """
     tensor.require_bytes(name)
     base.require_bytes(base_name)
-    made = (_stack if is_stack(tensor.dtype, tensor.shape) else _body)(tensor, base, step, threads)
+    made = (_stack if is_stack(tensor.dtype, tensor.shape) else _body)(tensor, base, step, gain, threads)
     texts = (tensor.dtype, base.dtype, name, base_name) if made.base_values else (tensor.dtype, "", name, "")
     checksum = xxhash.xxh3_64_intdigest(made.data)
     payload = write_payload(texts, tensor.shape, made.mode, made.base_values, checksum, made.body)
     return Coarse(payload, replace(tensor, data=made.data), made.numbers)
 
 
-def _stack(tensor: RawTensor, base: RawTensor, step: float, threads: int) -> _Body:
+def _stack(tensor: RawTensor, base: RawTensor, step: float, gain: float, threads: int) -> _Body:
     shape, count = tensor.shape[-2:], math.prod(tensor.shape[:-2])
     predicted = predicted_values(tensor, base) // math.prod(shape)
 
     def encode(i: int) -> _Body:
         matrix = matrix_of(tensor, shape, i)
         if i < predicted:
-            return _body(matrix, matrix_of(base, shape, i), step, -(-threads // count))
+            return _body(matrix, matrix_of(base, shape, i), step, gain, -(-threads // count))
         return _Body(*encode_body(matrix, None, 1, 1), matrix.data, 0)
 
     made = in_threads(encode, count, threads)
@@ -97,28 +100,50 @@ def _stack(tensor: RawTensor, base: RawTensor, step: float, threads: int) -> _Bo
     return _Body(STACKED, predicted * math.prod(shape), write_matrices(table), data, sum(part.numbers for part in made))
 
 
-def _body(tensor: RawTensor, base: RawTensor, step: float, threads: int) -> _Body:
+def _body(tensor: RawTensor, base: RawTensor, step: float, gain: float, threads: int) -> _Body:
     values, dtype, shape = predicted_values(tensor, base), tensor.dtype, tensor.shape
     prediction = prediction_of(base, dtype, values)
     if prediction is None or dtype == "F64":
         return _Body(*encode_body(tensor, base, threads, 1), tensor.data, 0)
     data, length, is_matrix = aligned(tensor.data, dtype), row_length(shape), has_long_rows(shape)
     change = Change(data[: prediction.size], prediction, dtype, length if is_matrix else values)
-    factors = coarse_change(change, step, threads) if is_matrix else None
-    settings = step, threshold(change, factors, step), factors
+    pair = coarse_change(change, step, gain, threads) if is_matrix else None
+    plain, stretched = pair or (None, None)
+    settings = step * gain, threshold(change, plain, step), stretched
+    if gain != 1:
+        data = np.concatenate([_stretch(change, plain, stretched, gain), data[prediction.size :]])
     body, numbers = _native.encode_coarse(data, prediction, FLOATS[dtype], length, values, threads, settings)
     restored = np.empty_like(data)
     _native.decode(body, (restored, prediction, FLOATS[dtype], length, values, threads))
     return _Body(CODED, values, body, restored, numbers)
 
 
+def _moved(base: torch.Tensor, factors: Factors | None, rows: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+    """Returns rows of a base (float32) moved by a low-rank change, rounded to the tensor's type."""
+    if factors is None:
+        return base
+    left, right = (torch.from_numpy(part).double() for part in (factors.rows[rows], factors.columns))
+    return (base + (left @ right).mul_(2.0**-factors.exponent)).to(dtype).float()
+
+
+def _stretch(change: Change, plain: Factors | None, stretched: Factors | None, gain: float) -> np.ndarray:
+    """Returns the bytes of the tensor to encode: `gain` times the change. What remains beside the low-rank part is stretched
+    after it was rounded, because the changes of 16-bit values are few multiples of their spacing."""
+    parts = []
+    for band in change.bands():
+        rows = np.arange(band.start, band.stop)
+        values, base = change.pair(rows)
+        rest = values.float() - _moved(base, plain, rows, values.dtype)
+        target = rest.mul_(gain).add_(_moved(base, stretched, rows, values.dtype)).to(values.dtype)
+        parts.append(target.view(torch.uint8).numpy().reshape(-1))
+    return np.concatenate(parts)
+
+
 def threshold(change: Change, factors: Factors | None, step: float) -> float:
     """Returns the size, in steps, from which what remains of a value's change is worth its bits. A sample of rows decides."""
     rows = change.sample(SAMPLE)
     values, base = change.pair(rows)
-    if factors is not None:
-        left, right = (torch.from_numpy(part).double() for part in (factors.rows[rows], factors.columns))
-        base = (base + (left @ right).mul_(2.0**-factors.exponent)).to(values.dtype).float()
+    base = _moved(base, factors, rows, values.dtype)
     rest = np.nan_to_num((values.float() - base).numpy(), posinf=0, neginf=0)
     units = np.exp2(spacing(base.numpy(), change.dtype).astype(np.float32)) / np.float32(step)  # in steps
     fine, units = units <= 1, np.maximum(units, 1)
@@ -131,11 +156,3 @@ def threshold(change: Change, factors: Factors | None, step: float) -> float:
         return float(np.square((sizes - numbers) * units).sum()) + WORTH * bits
 
     return float(min(THRESHOLDS, key=cost))
-
-
-def encode_coarse(
-    tensor: RawTensor, base: RawTensor, step: float, name: str = "", base_name: str = "", threads: int = 1
-) -> bytes:
-    if step == 0:
-        return encode_raw(tensor, base, name, base_name, threads, level=1)
-    return coarsened(tensor, base, step, name, base_name, threads).payload

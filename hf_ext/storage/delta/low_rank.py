@@ -134,8 +134,9 @@ def changes(data: np.ndarray, prediction: np.ndarray, dtype: str, length: int, l
     return results
 
 
-def coarse_change(change: Change, step: float, threads: int = 1) -> Factors | None:
-    """Returns the low-rank part of a change that pays if values are restored to multiples of `step` only; None if none pays."""
+def coarse_change(change: Change, step: float, gain: float, threads: int = 1) -> tuple[Factors, Factors] | None:
+    """Returns the low-rank part of a change that pays if values are restored to multiples of `step` only, and `gain` times that
+    part; None if none pays."""
     rows, columns = change.shape
     if min(rows, columns) < LEAST:
         return None
@@ -151,7 +152,9 @@ def coarse_change(change: Change, step: float, threads: int = 1) -> Factors | No
     root = torch.from_numpy(np.sqrt(components.values[:rank])).float()
     left, right = components.left(rank) * root, components.right(rank) * root[:, None]
     rest = components.energy_left(rank) / (components.touched * columns)
-    return quantize(left, right, step_exponent(left, right, rest + grid.mean))
+    exponent = step_exponent(left, right, rest + grid.mean)
+    plain, stretched = quantize(left, right, exponent), quantize(left * gain, right, exponent)
+    return None if plain is None or stretched is None else (plain, stretched)
 
 
 def glance(change: Change, grid: Grid, most: int) -> torch.Tensor | None:
