@@ -28,12 +28,14 @@ class Budget:
     Attributes:
         keep: share of the values that get a number of their own.
         bits: per parameter and task.
-        size: bytes of the folder.
+        size: bytes of the folder, at most.
+        reserved: of these, the bytes to leave free.
     """
 
     keep: float | None = None
     bits: float | None = None
     size: int | None = None
+    reserved: int = 0
 
 
 def budget_of(method: str, keep: float | None, bits: float | None, size: int | str | None) -> Budget | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -267,9 +268,14 @@ def _write(
             require_another_folder(written, needed)
         require_one_structure(models)
         models = with_one_name_each(models, base)
-        writer = MergeWriter(base, _config_of(base), models, stage, merged, accept_conflicts, budget)
-        writer.write(rescale, max_shard_size)
-        finished = report(stage)
+        while True:
+            writer = MergeWriter(base, _config_of(base), models, stage, merged, accept_conflicts, budget)
+            writer.write(rescale, max_shard_size)
+            finished = report(stage)
+            if budget is None or budget.size is None or finished.bytes <= budget.size:
+                break
+            # The sample took too few bits. `reserved` grows until the folder fits, or nothing is left for the tasks.
+            budget = replace(budget, reserved=budget.reserved + 3 * (finished.bytes - budget.size) // 2)
         _write_card(stage, finished, base, folders, out)
     for task in finished.tasks:
         if task.relative >= 1:

@@ -279,7 +279,7 @@ class MergeWriter:
     def _choose_steps(self, budget: Budget) -> None:
         """Sets the step of each new task, which codes all tensors that are made from the base's."""
         names = {model: [name for name, voters in self.voters.items() if model in voters] for model in self.writers}
-        bits = budget.bits if budget.size is None else self._bits(budget.size, names)
+        bits = budget.bits if budget.size is None else self._bits(budget.size - budget.reserved, names)
         for model, coded in names.items():
             self.steps[model] = choose_step(model, self.base, coded, budget.keep, bits)
 

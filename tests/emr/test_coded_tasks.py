@@ -157,14 +157,14 @@ def test_what_cannot_be_coded_is_one_error_and_nothing_is_written(tmp_path, fold
 
 
 @pytest.mark.parametrize("size", [100_000, "100KB"])
-def test_a_folder_takes_about_the_size_that_was_asked_for(tmp_path, size):
+def test_a_folder_takes_at_most_the_size_that_was_asked_for(tmp_path, size):
     base = {"up.weight": torch.randn(512, 512), "norm.weight": torch.ones(512)}
     write_folder(tmp_path / "base", base)
     for seed in (1, 2):
         write_folder(tmp_path / f"t{seed}", fine_tune(base, seed))
     tasks = {f"t{i}": tmp_path / f"t{i}" for i in (1, 2)}
     report = emr.merge(tmp_path / "base", tasks, tmp_path / "out", method="switch", size=size)
-    assert 85_000 < report.bytes <= 101_000
+    assert 75_000 < report.bytes <= 100_000
 
 
 def test_each_damaged_byte_and_a_changed_base_are_noticed(tmp_path, folders):
