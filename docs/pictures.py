@@ -184,6 +184,23 @@ def bars(chart: Chart) -> Figure:
     return figure
 
 
+def emr_curves() -> Figure:
+    """Size and accuracy of the methods that store many fine-tunes of one base, each a curve."""
+    figure = new_figure(8.2, 3.4)
+    panels = {"MiniLM, five classifiers": "mpqa", "SmolLM2, three generated answers": "sort"}
+    for axes, (title, task) in zip(figure.subplots(1, 2), panels.items()):
+        curves = {name: [] for name in ("hf_ext", "T-Switch", "LoRA", "BitDelta", "EMR", "FM-Delta")}
+        for name, (bits, share, _) in read_table("emr.md", ["bits", "of single", task]).items():
+            curves.get(name.replace("*", "").partition(",")[0], []).append((float(bits), float(share)))
+        for (name, points), color in zip(curves.items(), COLORS):
+            axes.plot(*zip(*sorted(points)), "o-", color=color, ms=4, label=name)
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter("{x:g}")
+        label(axes, title, "bits per parameter and task", "accuracy, % of the single models")
+    legend(axes, outside=True)
+    return figure
+
+
 def emr_election() -> Figure:
     """Three tasks of ten parameters: their changes, what they elect, and what each gets back."""
     base = np.zeros(10)
@@ -259,7 +276,7 @@ def save(figure: Figure, path: Path) -> None:
 def main(folder: str = str(DOCS / "assets")) -> None:
     for name, chart in CHARTS.items():
         save(bars(chart), Path(folder, f"{name}.svg"))
-    for draw in (emr_election, pissa_spectrum):
+    for draw in (emr_curves, emr_election, pissa_spectrum):
         save(draw(), Path(folder, f"{draw.__name__}.svg"))
     Path(folder, "router.png").write_bytes(router())
 
