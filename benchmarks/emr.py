@@ -13,6 +13,7 @@ benchmarks/stored_tasks.py says what the other methods are. Ten tasks in one fol
 import argparse
 import statistics
 import tempfile
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -128,8 +129,12 @@ def formula(base: Path, tasks: dict[str, Path], out: Path) -> None:
         save_file(masks[task] | heads, out / f"{name}.safetensors", {"scale": str(moved[task] / kept[task])})
 
 
-def ours(base: Path, tasks: dict[str, Path], out: Path) -> None:
+def elected(base: Path, tasks: dict[str, Path], out: Path) -> None:
     emr.merge(base, tasks, out, accept_conflicts=True)
+
+
+def coded(base: Path, tasks: dict[str, Path], out: Path) -> None:
+    emr.merge(base, tasks, out, method="switch")
 
 
 def nothing(base: Path, tasks: dict[str, Path], out: Path) -> None:
@@ -139,7 +144,7 @@ def nothing(base: Path, tasks: dict[str, Path], out: Path) -> None:
 def merging(args: argparse.Namespace) -> dict:
     """Returns the seconds from folders to folder, and the peak memory of fresh processes."""
     tasks = {task: args.pairs / task for task in args.tasks}
-    ways = {"formula in PyTorch": formula, "hf_ext": ours}
+    ways = {"formula in PyTorch": formula, "hf_ext, emr": elected, "hf_ext, switch": coded}
     results = {name: {"seconds": []} for name in [*ways, "libraries alone"]}
     with tempfile.TemporaryDirectory() as scratch:
         for _ in range(args.runs):
@@ -168,10 +173,10 @@ def merging(args: argparse.Namespace) -> dict:
 def switching(args: argparse.Namespace) -> dict:
     """Returns the seconds of a switch and of copying all weights of the model in memory, by type and number of threads."""
     results, threads = {}, torch.get_num_threads()
-    for dtype in TORCH:
+    for dtype, merge in product(TORCH, (elected, coded)):
         with tempfile.TemporaryDirectory() as scratch:
             base, tasks = half(args, dtype, Path(scratch))
-            emr.merge(base, tasks, Path(scratch, "out"), accept_conflicts=True)
+            merge(base, tasks, Path(scratch, "out"))
             model = Classifier.from_pretrained(Path(scratch, "out"))
             weights = [weight.detach() for weight in model.parameters()]
             copies = [weight.clone() for weight in weights]
@@ -189,7 +194,7 @@ def switching(args: argparse.Namespace) -> dict:
                 for i in range(max(args.runs, 20)):
                     times["switch"].append(timed(model.set_task, model.tasks[i % len(model.tasks)]))
                     times["copy"].append(timed(copy))
-                results[f"{dtype}, {count} threads"] = times
+                results[f"{dtype}, {merge.__name__}, {count} threads"] = times
             torch.set_num_threads(threads)
     rows = []
     for name, times in results.items():

@@ -78,15 +78,6 @@ CHARTS = {
         "% of 269 MB",
     ),
     "fm_delta_alone": Chart("fm_delta_performance.md", {name: name for name in ("fp32", "bf16", "fp16")}, "% of the original"),
-    "emr_accuracy": Chart(
-        "emr.md",
-        {name: name[0].upper() + name[1:] for name in ("mean of five", "TREC", "CR", "SUBJ", "SST-2", "MPQA")},
-        "test accuracy",
-        shared=True,
-    ),
-    "emr_size": Chart(
-        "emr.md", {"one fine-tune": "One fine-tune", "the merge": "The merge of five"}, "MB", shared=True, ours="the merge"
-    ),
     "pissa_training": Chart(
         "pissa.md",
         {"mean training loss": "Training loss", "test accuracy": "Test accuracy"},
