@@ -17,7 +17,14 @@ TENSORS = [
 PICTURES = {
     "merge": (
         MergeReport([TaskReport("cola", 100, 1.0, 0.9, 1.1, 0.6, 0.1, 0.2, 0.3, 0.95, 0.6)], 1000),
-        ["Cosine to the single model", "L2 distance", "% of the task vector", "Mask density", "% of all parameters", "cola"],
+        [
+            "Cosine to the single model",
+            "L2 distance",
+            "% of the task vector",
+            "Masked or changed alone",
+            "% of all parameters",
+            "cola",
+        ],
     ),
     "checkpoint": (
         CheckpointReport("base", None, TENSORS, original_bytes=400, compressed_bytes=80),
