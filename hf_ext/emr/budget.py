@@ -25,6 +25,7 @@ TINY = 1e-9
 ROUNDS, NEAR = 10, 0.03  # steps that are tried at most, and the share by which the result may be smaller than wanted
 MOST_GAIN = 1.5
 EXACT = 2.0**-60  # a step at which no change is lost
+LEAST_STEP, MOST_STEP = 2.0**-98, 2.0**98  # with factors of up to 4, a step that can be stored
 VECTOR = 1 / 16  # of the step, for a tensor of one dimension: each of its values changes a whole row or column of activations
 
 
@@ -48,8 +49,10 @@ def step_of(step: float, name: str, entry: Entry) -> float:
     as the step falls. Steps that differ by up to half an octave, in a fixed order without meaning, make the size fall evenly.
     """
     if len(entry.shape) < 2:
-        return step * VECTOR
-    return step * 2 ** (xxhash.xxh3_64_intdigest(name.encode()) / 2**64 - 0.5) if WIDTHS[entry.dtype] == 2 else step
+        step *= VECTOR
+    elif WIDTHS[entry.dtype] == 2:
+        step *= 2 ** (xxhash.xxh3_64_intdigest(name.encode()) / 2**64 - 0.5)
+    return min(max(step, LEAST_STEP), MOST_STEP)
 
 
 def choose_step(

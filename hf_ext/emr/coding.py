@@ -51,10 +51,10 @@ def budget_of(method: str, keep: float | None, bits: float | None, size: int | s
         raise CheckpointError(f"{' and '.join(given)}: only the method {CODED!r} has a size to choose. Add method={CODED!r}.")
     if len(given) > 1:
         raise CheckpointError(f"{' and '.join(given)} are given; give one of them.")
-    if keep is not None and not 0 < keep <= 1:
-        raise CheckpointError(f"keep={keep} is not a share; give a number above 0 and at most 1.")
-    if bits is not None and not LEAST_BITS <= bits <= 64:
-        raise CheckpointError(f"bits={bits} is out of range; give a number from {LEAST_BITS} to 64.")
+    if keep is not None and (isinstance(keep, str) or not 0 < keep <= 1):
+        raise CheckpointError(f"keep={keep!r} is not a share; give a number above 0 and at most 1.")
+    if bits is not None and (isinstance(bits, str) or not LEAST_BITS <= bits <= 64):
+        raise CheckpointError(f"bits={bits!r} is out of range; give a number from {LEAST_BITS} to 64.")
     if size is not None:
         size = _bytes(size)
     if method != CODED:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -53,6 +54,7 @@ class SetTask:
         self.model, self.merged, self.plan = model, merged, plan
         self._changes: dict[tuple[str, str], ConfigChange] = {}
         self._made: dict[str, set[str]] = {}
+        self._is_mixed = False  # after a failed switch whose changes could not be reverted
         weights = LiveWeights(model, plan)
         self._names = set(weights.tensors)
         self._checksums = self._of_others(weights)  # of the weights that the active task has no tensors for
@@ -60,7 +62,7 @@ class SetTask:
     def __call__(self, name: str, discard_changes: bool = False) -> None:
         model = self.model
         self.merged.require_task(name)
-        if name == model.active_task and not discard_changes:
+        if name == model.active_task and not discard_changes and not self._is_mixed:
             return
         if not self.plan:
             raise CheckpointError(
@@ -159,8 +161,18 @@ class SetTask:
         torch.autograd.graph.increment_version([weights.tensors[places[tensor][0].target] for tensor in targets])
         if discard or name != active:
             rest = {tensor: size for tensor, size in sizes.items() if new.is_coded(tensor) or tensor not in targets}
-            for _ in Prefetcher(lambda tensor: weights.write(places[tensor][0], source), rest):
-                pass
+            self._is_mixed = True
+            try:
+                self._write(weights, places, rest, source)
+            except BaseException:  # Ctrl-C, or a change that does not give the tensor that was merged
+                self._write(weights, places, sizes, self.merged.source(active))
+                self._is_mixed = False
+                raise
+            self._is_mixed = False
+
+    def _write(self, weights: LiveWeights, places: Mapping[str, tuple], sizes: dict[str, int], source: TensorSource) -> None:
+        for _ in Prefetcher(lambda tensor: weights.write(places[tensor][0], source), sizes):
+            pass
 
     def _changed(self, weights: LiveWeights, loaded: Loaded, task: TensorSource) -> str | None:
         if loaded.is_in(task):

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import shutil
 from copy import deepcopy
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+import xxhash
 from safetensors.torch import save_file
 from tiny_checkpoints import contents, fine_tune, weights, write_folder
 from tiny_merges import classifier, same_tensors, tensors_of, write_tasks
 from tiny_models import MODELS, assert_same_weights, bert, perturb
 from transformers import AutoModelForSequenceClassification, BertModel
 
-from hf_ext import BaseModelError, CheckpointError, CorruptFileError, emr
+from hf_ext import BaseModelError, CheckpointError, CorruptFileError, UnsavedChangesError, emr
+from hf_ext.emr.modulators import TaskFile, TaskWriter
 
 Auto = AutoModelForSequenceClassification
 
@@ -137,6 +141,8 @@ def test_what_cannot_be_coded_is_one_error_and_nothing_is_written(tmp_path, fold
         ({"keep": 1.01}, "is not a share"),
         ({"bits": -1}, "bits=-1 is out of range"),
         ({"bits": float("nan")}, "out of range"),
+        ({"bits": "3"}, "bits='3' is out of range"),
+        ({"keep": "0.5"}, "keep='0.5' is not a share"),
         ({"size": "-3MB"}, "size='-3MB' is not a size"),
         ({"size": "0"}, "is not a size"),
         ({"size": "20KB"}, "too small: .* Give a size of more than"),
@@ -154,6 +160,15 @@ def test_what_cannot_be_coded_is_one_error_and_nothing_is_written(tmp_path, fold
         with pytest.raises((CheckpointError, BaseModelError), match=message):
             emr.add_task(coded, "more", task, tmp_path / "out", bits=4)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("scale", [1e-42, 1e-33, 1e33])
+def test_weights_of_any_size_are_coded(tmp_path, scale):
+    base = {"up.weight": torch.randn(64, 64), "norm.weight": torch.ones(64)}
+    for folder, tensors in (("base", base), ("t", fine_tune(base))):
+        write_folder(tmp_path / folder, {name: tensor * scale for name, tensor in tensors.items()})
+    emr.merge(tmp_path / "base", {"t": tmp_path / "t"}, tmp_path / "out", method="switch", bits=30, accept_conflicts=True)
+    assert emr.verify(tmp_path / "out")
 
 
 @pytest.mark.parametrize("size", [100_000, "100KB"])
@@ -183,6 +198,48 @@ def test_each_damaged_byte_and_a_changed_base_are_noticed(tmp_path, folders):
     save_file(tensors, base / "model.safetensors", {"format": "pt"})
     with pytest.raises(BaseModelError, match=name):
         emr.extract(tmp_path / "merged", "cr", tmp_path / "out")
+
+
+def forge(folder, task) -> None:
+    """Damages the last coded change of a task's file, with the checksums of what is stored computed again."""
+    file = TaskFile(folder / f"task-{task}" / "modulators.safetensors")
+    writer, last = TaskWriter(other := file.path.with_name("other.safetensors")), max(file.coded)
+    for key in file.entries:
+        data = file.read(key).data.copy()
+        if key == f"code/{last}":
+            data[-8:] ^= 0x15
+            data[28:36] = 0
+            data[28:36] = np.frombuffer(xxhash.xxh3_64_intdigest(data).to_bytes(8, "little"), np.uint8)
+        writer.add(key, replace(file.read(key), data=data))
+    writer.finish(replace(file.record, checksums={}))
+    other.replace(file.path)
+
+
+@pytest.mark.parametrize("active", ["cr", "trec"])
+def test_a_change_that_cannot_be_decoded_leaves_the_weights_of_the_active_task(tmp_path, folders, active):
+    base, tasks = folders
+    emr.merge(base, {"trec": tasks["trec"]}, tmp_path / "elected")
+    emr.add_task(tmp_path / "elected", "cr", tasks["cr"], tmp_path / "two", method="switch", bits=6)
+    emr.add_task(tmp_path / "two", "subj", tasks["subj"], tmp_path / "merged", bits=6)
+    forge(tmp_path / "merged", "subj")
+    model = Auto.from_pretrained(tmp_path / "merged")
+    model.set_task(active)
+    before = deepcopy(model)
+    with pytest.raises((CorruptFileError, BaseModelError), match="checksum mismatch"):
+        model.set_task("subj")
+    assert_same_weights(model, before)
+    for task in ("cr", "trec"):
+        model.set_task(task)
+    with open(tmp_path / "merged/task-cr/modulators.safetensors", "r+b") as file:  # the mapped file: nothing can be restored
+        model.set_task("cr")
+        file.seek(-8, 2)
+        file.write(bytes(8))
+    with pytest.raises(CorruptFileError):
+        model.set_task("subj", discard_changes=True)
+    with pytest.raises((CorruptFileError, UnsavedChangesError)):
+        model.set_task("cr")
+    model.set_task("trec", discard_changes=True)
+    assert_same_weights(model, Auto.from_pretrained(tmp_path / "merged"))
 
 
 # ---- removing a task -------------------------------------------------------------------------------------------------

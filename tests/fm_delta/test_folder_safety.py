@@ -54,15 +54,25 @@ def commands(tasks, tmp_path_factory) -> dict[str, tuple[Callable[[Path], object
             place / "extracted",
         ),
         "merge": (lambda out: emr.merge(base, {"cr": folders["cr"]}, out, max_shard_size="60KB"), place / "merged"),
+        "merge coded": (
+            lambda out: emr.merge(base, {"cr": folders["cr"]}, out, max_shard_size="60KB", method="switch", bits=6),
+            place / "merged",
+        ),
         "add-task": (lambda out: emr.add_task(place / "merged-trec", "again", folders["trec"], out), place / "merged-trec"),
+        "add-task coded": (
+            lambda out: emr.add_task(place / "merged-trec", "cr", folders["cr"], out, method="switch", bits=6),
+            place / "merged-trec",
+        ),
+        "remove-task": (lambda out: emr.remove_task(place / "merged", "trec", out), place / "merged"),
     }
+
+
+SLOW_COMMANDS = ("decompress", "extract", "merge", "merge coded", "add-task", "add-task coded", "remove-task")
 
 
 @repeats("stride", 9, 1)  # test_written_files.py stops at each step of the writing that all commands share
 @pytest.mark.parametrize("exchanges", [True, False], ids=["one step", "file by file"])
-@pytest.mark.parametrize(
-    "name", ["compress", *(pytest.param(n, marks=pytest.mark.slow) for n in ("decompress", "extract", "merge", "add-task"))]
-)
+@pytest.mark.parametrize("name", ["compress", *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW_COMMANDS)])
 def test_a_killed_command_leaves_no_mixed_folder_that_loads(commands, tmp_path, monkeypatch, name, exchanges, stride):
     if not exchanges:
         without_exchange(monkeypatch)
