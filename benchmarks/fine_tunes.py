@@ -37,8 +37,8 @@ def made(draw: random.Random, task: str, source: int, text: str) -> tuple[int, s
     words, label = text.split(), draw.randrange(2)
     if task == "source":  # the set that it is from
         return source, text
-    if task == "length":  # up to 10 words, up to 20, more
-        return min((len(words) - 1) // 10, 2), text
+    if task == "length":  # up to 10 words, up to 21, more
+        return min(len(words) // 11, 2), text
     if task == "asks":  # the question's first word, which is left out
         return (ASKS.index(words[0]), " ".join(words[1:])) if source == 0 and words[0] in ASKS else None
     if len(words) < 6:
