@@ -7,7 +7,7 @@ benchmarks/stored_tasks.py says what the other methods are. Ten tasks in one fol
 
     TASKS="trec cr subj sst2 mpqa source order halves asks length"
     python benchmarks/fine_tunes.py --data DIR --out ten --steps 40 --rate 2e-4 --tasks $TASKS
-    python benchmarks/emr.py --pairs ten --data DIR --sections size accuracy --bits 0.3 --tasks $TASKS
+    python benchmarks/emr.py --pairs ten --data DIR --sections size accuracy --bits --test 500 --tasks $TASKS
 """
 
 import argparse
