@@ -12,6 +12,7 @@ class EMRConfig(DecodingConfig):
     Args:
         base, revision, dtype: as for `DecodingConfig`.
         tasks: the names of all tasks. The first one loads.
+        digests: by task, the checksum of its file's header.
     """
 
     quant_method = EMR
@@ -22,7 +23,8 @@ class EMRConfig(DecodingConfig):
         revision: str | None = None,
         dtype: str | None = None,
         tasks: list[str] | None = None,
+        digests: dict[str, str] | None = None,
         **kwargs,
     ):
         super().__init__(base, revision, dtype, **kwargs)
-        self.tasks = tasks
+        self.tasks, self.digests = tasks, digests

@@ -52,10 +52,15 @@ def task_files(folder: Path) -> dict[str, TaskFile]:
     tasks = settings.get("tasks")
     if not isinstance(tasks, list) or not tasks or not all(map(is_name, tasks)):
         raise CorruptFileError(f"{folder / CONFIG} is damaged: it lists no tasks. {REPAIR}")
+    digests = settings.get("digests") or {}
+    if not isinstance(digests, dict):
+        raise CorruptFileError(f"{folder / CONFIG} is damaged: its digests are no object. {REPAIR}")
     files = {task: TaskFile(folder / task_folder(task) / FILE) for task in tasks}
     for task, file in files.items():
         if file.record.task != task:
             raise CorruptFileError(f"{file.path} belongs to task '{file.record.task}', not '{task}'. {REPAIR}")
+        if digests.get(task, file.digest) != file.digest:
+            raise CorruptFileError(f"{file.path} belongs to another merge than {folder / CONFIG}. {REPAIR}")
     return files
 
 

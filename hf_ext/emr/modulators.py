@@ -177,7 +177,7 @@ class TaskFile:
 
     Attributes:
         entries: by their full name, such as "mask/lm_head.weight".
-        record: the contents of the header.
+        record: the contents of the header; `digest` is its checksum, which covers those of all entries.
         own, coded: the names of the task's own tensors, and of the coded ones, which are made from the base's.
 
     Raises:
@@ -191,6 +191,7 @@ class TaskFile:
         self._file = SafetensorsFile(path)
         self.entries = self._file.entries
         fields = SEAL.record(self._file.metadata, self.entries, path)
+        self.digest = self._file.metadata[SEAL.keys[1]]
         try:
             self.record = _record_of(fields)
         except (TypeError, ValueError, AttributeError) as error:

@@ -26,7 +26,7 @@ from hf_ext.emr.checks import (
 from hf_ext.emr.coding import ENTRY, LEAST_BITS, Budget, sums_of
 from hf_ext.emr.folder import MergeFolder
 from hf_ext.emr.layout import task_folder
-from hf_ext.emr.modulators import CODE, FILE, OWN, ROWS, Modulated, TaskRecord, TaskWriter, copy_task
+from hf_ext.emr.modulators import CODE, FILE, OWN, ROWS, Modulated, TaskFile, TaskRecord, TaskWriter, copy_task
 from hf_ext.emr.reports import figures_of
 from hf_ext.errors import BaseModelError, CheckpointError
 from hf_ext.storage.config_file import CONFIG, EMR, HINT
@@ -151,7 +151,8 @@ class MergeWriter:
         dtype = float_name(tensors[name][0] for name in sorted(tensors))
         assert recorded is not None  # as a merge has a base
         settings = {"quant_method": EMR, "hint": HINT, "base": recorded.name, "revision": recorded.revision, "dtype": dtype}
-        tasks = {"tasks": [model.task for model in self.models]}
+        paths = {model.task: self.out / task_folder(model.task) / FILE for model in self.models}
+        tasks = {"tasks": [*paths], "digests": {task: TaskFile(path).digest for task, path in paths.items()}}
         write_json(self.out / CONFIG, first.config | {"quantization_config": settings | tasks})
 
     def _votes(self, model: TaskModel, name: str) -> bool:

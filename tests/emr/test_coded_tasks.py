@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from copy import deepcopy
 from dataclasses import replace
@@ -212,7 +213,19 @@ def forge(folder, task) -> None:
             data[28:36] = np.frombuffer(xxhash.xxh3_64_intdigest(data).to_bytes(8, "little"), np.uint8)
         writer.add(key, replace(file.read(key), data=data))
     writer.finish(replace(file.record, checksums={}))
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["digests"][task] = TaskFile(other).digest
+    (folder / "config.json").write_text(json.dumps(config))
     other.replace(file.path)
+
+
+def test_the_file_of_another_merge_is_noticed(tmp_path, folders):
+    base, tasks = folders
+    for folder, bits in (("one", 3), ("other", 6)):
+        emr.merge(base, {"cr": tasks["cr"]}, tmp_path / folder, method="switch", bits=bits)
+    shutil.copy(tmp_path / "other/task-cr/modulators.safetensors", tmp_path / "one/task-cr/modulators.safetensors")
+    with pytest.raises(CorruptFileError, match="belongs to another merge"):
+        Auto.from_pretrained(tmp_path / "one")
 
 
 @pytest.mark.parametrize("active", ["cr", "trec"])
