@@ -153,7 +153,7 @@ def merging(args: argparse.Namespace) -> dict:
         for i, name in enumerate(ways):
             results[name]["bytes"] = size_of(Path(scratch, str(i)))
         for name, way in (ways | {"libraries alone": nothing}).items():
-            results[name]["peak"] = fresh(peak_of, way, minilm(), tasks, Path(scratch, "peak"))
+            results[name]["peak"] = fresh(peak_of, way, minilm(), tasks, Path(scratch, f"peak of {way.__name__}"))
     least = results["libraries alone"]["peak"]
     plain = results["formula in PyTorch"]
     rows = []

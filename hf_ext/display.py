@@ -18,6 +18,13 @@ COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377")
 PALE = "#bbbbbb"  # what the colored parts are compared with
 
 
+def bytes_of(size: int | str) -> float | None:
+    """Returns the bytes of a size such as 50000000 or "50MB" (of 10⁶ bytes); None if it is none. May be infinite."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)B?", str(size).upper())
+    number = float(match[1]) * 1000 ** " KMGT".index(match[2] or " ") if match else 0.0
+    return number or None
+
+
 def megabytes(size: float) -> str:
     """Returns a number of bytes in MB of 10⁶ bytes, with the unit."""
     return f"{size / 1e6:.2f} MB"

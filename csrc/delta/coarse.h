@@ -37,7 +37,7 @@ inline typename F::U moved(typename F::U base, int32_t number, Real<F> step) {
 // that loops over it are vectorized.
 template <class F>
 inline int32_t number_of(typename F::U value, typename F::U base, const Coarse& coarse) {
-    constexpr Real<F> MOST = 1 << 20;
+    constexpr Real<F> MOST = 1 << 30;
     const Real<F> largest = hf_ext::value_of<F>(typename F::U(F::INFINITY_BITS - 1));
     const Real<F> step = coarse.step, unit = unit_of<F>(base, step), prior = hf_ext::value_of<F>(base);
     const Real<F> change = hf_ext::value_of<F>(value) - prior, size = std::min(std::fabs(change) / unit, MOST);

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import re
 from collections.abc import Iterator
 from concurrent.futures import Executor
 from pathlib import Path
@@ -28,6 +27,7 @@ from hf_ext.cli.command import (
     note_missing_config,
     option,
 )
+from hf_ext.display import bytes_of
 from hf_ext.storage.delta import DEFAULT_LEVEL, LEVELS
 
 section = Section(
@@ -177,23 +177,17 @@ def extract_lora(
     as_json: Json = False,
 ) -> Result:
     size = None if max_size is None else bytes_of(max_size)
+    if max_size is not None and size is None:
+        raise mistake(f"'{max_size}' is not a size such as 50MB", "--max-size")
+    if max_size is not None and size == math.inf:
+        raise mistake(f"{max_size[:9]}… is more than any file holds", "--max-size")
     from hf_ext import fm_delta
     from hf_ext.fm_delta.extract import read_texts
 
     read = read_texts(texts) if texts else None
-    report = fm_delta.extract_lora(src, base, out, rank=rank, energy=energy, max_size=size, texts=read, overwrite=force)
+    most = None if size is None else round(size)
+    report = fm_delta.extract_lora(src, base, out, rank=rank, energy=energy, max_size=most, texts=read, overwrite=force)
     return Result(str(report) if verbose else report.summary(), report.to_dict())
-
-
-def bytes_of(size: str) -> int:
-    """Returns the bytes of a size such as "50MB" (50,000,000) or "50000000"."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kMG]?)B?", size, re.IGNORECASE)
-    if match is None:
-        raise mistake(f"'{size}' is not a size such as 50MB", "--max-size")
-    number = float(match[1]) * {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}[match[2].upper()]
-    if number == math.inf:
-        raise mistake(f"{size[:9]}… is more than any file holds", "--max-size")
-    return round(number)
 
 
 @section.command(

@@ -24,7 +24,7 @@ FIRST_STEP = 2.5  # times the root mean square of the changes
 TINY = 1e-9
 ROUNDS, NEAR = 10, 0.03  # steps that are tried at most, and the share by which the result may be smaller than wanted
 MOST_GAIN = 1.5
-EXACT = 2.0**-60  # a step at which no change is lost
+EXACT = 2.0**-60  # for a task that changes no tensor
 LEAST_STEP, MOST_STEP = 2.0**-98, 2.0**98  # with factors of up to 4, a step that can be stored
 VECTOR = 1 / 16  # of the step, for a tensor of one dimension: each of its values changes a whole row or column of activations
 
@@ -67,7 +67,11 @@ def choose_step(
     """
     wanted = bits if keep is None else keep
     assert wanted is not None
-    sample = _sample(model, base, names)
+    sample = _sample(model, base, names, every=False)
+    if not any(_square(tensor, prior) for _, _, tensor, prior in sample):  # as of an adapter that changes few tensors
+        sample = _sample(model, base, names, every=True)
+    if not sample:
+        return Step(EXACT)
     shares: dict[float, float] = {}
     gains: dict[float, float] = {}
     counts = [count for _, count, *_ in sample]
@@ -103,17 +107,19 @@ def choose_step(
         else:
             step *= min(max((shares[step] / aim) ** 0.75, 0.2), 5) * (1.1 if above else 0.9)
     chosen = below if below < math.inf else above
-    return Step(chosen or EXACT, gains.get(chosen, 1.0))
+    return Step(chosen, gains.get(chosen, 1.0))
 
 
-def _sample(model: TaskModel, base: TensorSource, names: Sequence[str]) -> list[tuple[str, int, RawTensor, RawTensor]]:
+def _sample(
+    model: TaskModel, base: TensorSource, names: Sequence[str], every: bool
+) -> list[tuple[str, int, RawTensor, RawTensor]]:
     """Returns tensors with the number of places in them, as they are in the model and in the base. Large ones are cut to rows
-    that are spread evenly."""
+    that are spread evenly. With `every`, all tensors that changed, in full."""
     ends = np.cumsum([math.prod(model.tensors.entry(name).shape) for name in names])
     places = (np.arange(PLACES) + 0.5) * (ends[-1] / PLACES)
     counts, most = Counter(np.searchsorted(ends, places, side="right").tolist()), MOST_VALUES
-    if ends[-1] <= FEW_VALUES:
-        counts, most = Counter(dict(enumerate(np.diff(ends, prepend=0).tolist()))), FEW_VALUES
+    if every or ends[-1] <= FEW_VALUES:
+        counts, most = Counter(dict(enumerate(np.diff(ends, prepend=0).tolist()))), int(ends[-1])
     sample = []
     for index, count in counts.items():
         name = names[index]
@@ -122,7 +128,9 @@ def _sample(model: TaskModel, base: TensorSource, names: Sequence[str]) -> list[
             continue
         rows = min(tensor.shape[0], prior.shape[0])
         kept = np.arange(0, rows, max(1, -(-math.prod(tensor.shape) // most)))
-        sample.append((name, count, _rows(tensor, kept), _rows(prior, kept)))
+        tensor, prior = _rows(tensor, kept), _rows(prior, kept)
+        if not every or _square(tensor, prior):
+            sample.append((name, count, tensor, prior))
     return sample
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import re
+import math
 from dataclasses import dataclass
 
 import numpy as np
 
+from hf_ext.display import bytes_of
 from hf_ext.emr import election
 from hf_ext.errors import CheckpointError
 from hf_ext.storage.native import WIDTHS, cast
@@ -18,7 +19,6 @@ BITS = 0.25  # per parameter and task, by default
 LEAST_BITS = 0.001  # per parameter and task
 ENTRY = 250  # bytes that the entry of a tensor takes in the headers of a folder, about
 CHUNK = 1 << 20  # values worked on at a time
-UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
 @dataclass(frozen=True)
@@ -55,18 +55,12 @@ def budget_of(method: str, keep: float | None, bits: float | None, size: int | s
         raise CheckpointError(f"keep={keep!r} is not a share; give a number above 0 and at most 1.")
     if bits is not None and (isinstance(bits, str) or not LEAST_BITS <= bits <= 64):
         raise CheckpointError(f"bits={bits!r} is out of range; give a number from {LEAST_BITS} to 64.")
-    if size is not None:
-        size = _bytes(size)
+    limit = None if size is None else bytes_of(size)
+    if size is not None and (limit is None or limit == math.inf):
+        raise CheckpointError(f"size={size!r} is not a size; give a number of bytes, such as '50MB'.")
     if method != CODED:
         return None
-    return Budget(keep, bits, size) if given else Budget(bits=BITS)
-
-
-def _bytes(size: int | str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)B?", str(size).upper())
-    if not match or not (number := int(float(match[1]) * UNITS[match[2]])):
-        raise CheckpointError(f"size={size!r} is not a size; give a number of bytes, such as '50MB'.")
-    return number
+    return Budget(keep, bits, limit and int(limit)) if given else Budget(bits=BITS)
 
 
 def sums_of(tensor: RawTensor, base: RawTensor, near: RawTensor) -> np.ndarray:

@@ -40,12 +40,7 @@ NO_ASSETS = re.compile(
     r".*\.safetensors"
 )
 TRAINING = re.compile(r"checkpoint-\d+|global_step\d+|runs")  # folders of a training's state
-MASK, OWN, ROWS, CODE = (
-    "mask/",
-    "own/",
-    "rows/",
-    "code/",
-)  # the kinds of entries: each name is one of these and the tensor's name
+MASK, OWN, ROWS, CODE = "mask/", "own/", "rows/", "code/"  # kinds of entries; the tensor's name follows
 
 
 def is_asset(name: str) -> bool:
