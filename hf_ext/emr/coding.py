@@ -60,7 +60,7 @@ def budget_of(method: str, keep: float | None, bits: float | None, size: int | s
         raise CheckpointError(f"size={size!r} is not a size; give a number of bytes, such as '50MB'.")
     if method != CODED:
         return None
-    return Budget(keep, bits, limit and int(limit)) if given else Budget(bits=BITS)
+    return Budget(keep, bits, None if limit is None else int(limit)) if given else Budget(bits=BITS)
 
 
 def sums_of(tensor: RawTensor, base: RawTensor, near: RawTensor) -> np.ndarray:
