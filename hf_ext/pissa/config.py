@@ -62,6 +62,11 @@ class PissaConfig(LoraConfig):
 
     def __post_init__(self):
         versions.require("PiSSA", "peft>=0.21")
+        if self.peft_type == PeftType.LORA:  # type: ignore[has-type]
+            raise ValueError(
+                "These are the options of a saved adapter, a LoRA of twice the rank. Copy a PissaConfig with "
+                "dataclasses.replace, or read a saved one with PissaConfig.from_pretrained."
+            )
         # LoraConfig warns about saving of PEFT's own "pissa", which this is not.
         start = self.init_lora_weights  # type: ignore[has-type]
         self.init_lora_weights = True
@@ -101,9 +106,9 @@ class PissaConfig(LoraConfig):
         options = _options(self, lambda rank: 2 * rank, lambda alpha: factor * alpha)
         return LoraConfig(**options | {"init_lora_weights": True})
 
-    def save_pretrained(self, save_directory: str | os.PathLike, **kwargs) -> None:
-        """Writes the configuration of `to_lora_config`."""
-        self.to_lora_config().save_pretrained(save_directory, **kwargs)
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the options of `to_lora_config`. PEFT and diffusers save them with the adapter's weights."""
+        return self.to_lora_config().to_dict()
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs) -> PissaConfig:
@@ -126,7 +131,7 @@ class PissaConfig(LoraConfig):
             )
         factor = _alpha_factor(lora.use_rslora)
         options = _options(lora, lambda rank: rank // 2, lambda alpha: float(f"{alpha / factor:.12g}"))  # as short as it was
-        return cls(**options | {"init_lora_weights": False})
+        return cls(**options | {"init_lora_weights": False, "peft_type": None})
 
 
 @dataclass
@@ -158,6 +163,9 @@ class QPissaConfig(PissaConfig):
             raise ValueError("QPissaConfig supports neither use_dora nor bias. Leave the option out.")
         if self.iterations < 1:
             raise ValueError(f"iterations={self.iterations} is not supported: QPiSSA requires at least 1.")
+
+    def to_dict(self) -> dict[str, Any]:
+        return LoraConfig.to_dict(self)
 
     def save_pretrained(self, save_directory: str | os.PathLike, **kwargs) -> None:
         saved = copy.copy(self)
