@@ -74,6 +74,42 @@ def shards_by_zero3() -> bool:
     return is_deepspeed_zero3_enabled()
 
 
+def zero3_dtype() -> torch.dtype | None:
+    """Returns the type in which DeepSpeed ZeRO-3 keeps the weights, whatever `dtype=` says; None without ZeRO-3."""
+    if not shards_by_zero3():
+        return None
+    import torch
+    from transformers.integrations import deepspeed_config
+
+    types = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    return next((types[name] for name in types if deepspeed_config().get(name, {}).get("enabled")), torch.float32)
+
+
+def shards_while_loading(model: PreTrainedModel) -> bool:
+    """Returns true if each process of a job loads a part of the weights. False where Transformers names its setting otherwise.
+    The processes can then exchange objects: with ZeRO-3, DeepSpeed prepares that, as it does for a plain checkpoint."""
+    if is_zero3 := shards_by_zero3():
+        import deepspeed
+
+        deepspeed.init_distributed()
+    return is_zero3 or getattr(model.config, "distributed_config", None) is not None
+
+
+def partition_by_zero3(model: PreTrainedModel) -> None:
+    """Lets DeepSpeed ZeRO-3, if it is enabled, partition the weights of a loaded model.
+
+    Transformers does so for a plain checkpoint before it loads, but never for one with a quantizer. `deepspeed.initialize`
+    would move the whole model to the GPU first.
+    """
+    if (dtype := zero3_dtype()) is not None:
+        import deepspeed
+        from transformers.integrations import deepspeed_config
+
+        for weight in model.parameters():  # some models keep a few in float32
+            weight.data = weight.data.to(dtype if weight.is_floating_point() else weight.dtype)
+        deepspeed.zero.Init(module=model, config_dict_or_path=deepspeed_config())
+
+
 def point_offloaded_ties_at_decoded_weights(model: PreTrainedModel) -> None:
     """Lets an offloaded weight share the decoded copy on disk of the weight that it is tied to.
 

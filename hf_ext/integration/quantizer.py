@@ -2,6 +2,7 @@
 
 The fast way decodes each payload when its turn comes (decoding.py). It depends on internals of Transformers. Where these have
 changed, the plain way decodes to temporary files first, and Transformers loads those. With HF_EXT_DECODED, these files stay.
+Where the processes of a job shard the weights, they load the plain way, too: one process of each node decodes for all of them.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from __future__ import annotations
 import os
 import weakref
 from abc import abstractmethod
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, TemporaryFile
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,8 +24,8 @@ from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from hf_ext.errors import CheckpointError, CorruptFileError
-from hf_ext.integration import compat, rehearsal, versions
-from hf_ext.storage.decoded import FOLDER, decoded_folder
+from hf_ext.integration import compat, ranks, rehearsal, versions
+from hf_ext.storage.decoded import FOLDER, decoded_folder, place_for
 from hf_ext.storage.delta.file import KEY
 from hf_ext.storage.plain_writer import write_files
 from hf_ext.storage.safetensors_file import ComputedFile, SafetensorsFile
@@ -83,7 +85,7 @@ class DecodingQuantizer(HfQuantizer):
         BaseModelError: from `from_pretrained`, as the errors below: the base is missing, or is another model than the
             checkpoint was written against.
         CorruptFileError: a file is damaged, missing, from another save or from a newer version.
-        CheckpointError: loading would shard the weights (tensor parallelism, ZeRO-3).
+        CheckpointError: the weights have to be decoded to files (see above), and there is no room for them.
     """
 
     requires_calibration = False
@@ -100,6 +102,7 @@ class DecodingQuantizer(HfQuantizer):
             raise CheckpointError(self.plain)
         self.decoding: Decoding | None = None  # of the fast way
         self.decoded: TemporaryDirectory | None = None  # of the plain way
+        self.held = ExitStack()  # decoded files that have no names
         self.then: HfQuantizer | None = None
         if quantization_config.requested is not None:
             self.then = AutoHfQuantizer.from_config(quantization_config.requested, pre_quantized=False)
@@ -112,8 +115,6 @@ class DecodingQuantizer(HfQuantizer):
 
     def validate_environment(self, *args, **kwargs):
         _require_transformers(self.advice)
-        if compat.shards_by_zero3():
-            raise CheckpointError(self._sharded("DeepSpeed ZeRO-3"))
         if self.then is not None:
             self.then.validate_environment(*args, **kwargs)
 
@@ -125,7 +126,7 @@ class DecodingQuantizer(HfQuantizer):
             if not isinstance(named, torch.dtype):
                 raise CheckpointError(f"config.json is damaged: {stored!r} is not a dtype. Download or save the folder again.")
             dtype = named
-        return dtype if self.then is None else self.then.update_dtype(dtype)
+        return compat.zero3_dtype() or dtype if self.then is None else self.then.update_dtype(dtype)
 
     def preprocess_model(self, model, dtype: torch.dtype | None = None, **kwargs):
         self.model, self.dtype = model, dtype
@@ -136,10 +137,15 @@ class DecodingQuantizer(HfQuantizer):
             self.then.preprocess_model(model, dtype=dtype, **kwargs)
 
     def _process_model_before_weight_loading(self, model, checkpoint_files: list[str] | None = None, **kwargs):
-        if getattr(model.config, "distributed_config", None) is not None:
-            raise CheckpointError(self._sharded("Tensor parallelism"))
         # Transformers replaces errors during loading by a generic one, so everything that can be checked is checked here.
         self.files = checkpoint_files or []
+        if compat.shards_while_loading(model):
+            self._load_together(model)
+        else:
+            self._open(model)
+        return model
+
+    def _open(self, model: PreTrainedModel) -> None:
         files = [Path(path) for path in self.files if Path(path).suffix == ".safetensors"]
         if not files:
             raise CheckpointError(
@@ -156,21 +162,47 @@ class DecodingQuantizer(HfQuantizer):
                 f"The weights in {files[0].parent} are plain, although its config.json says that they are compressed. They are "
                 "loaded as they are. To correct the folder, remove `quantization_config` from its config.json."
             )
-        return model
+
+    def _load_together(self, model: PreTrainedModel) -> None:
+        """Loads plain files that the first process of each node decodes for the others.
+
+        The files have no names, so that the system removes them with the last process that needs them, however it ends.
+        """
+        with ranks.together() as run, ExitStack() as writing:
+            run(lambda: self._open(model))
+            nodes = run(ranks.node)
+            first = nodes.index(ranks.node())
+            folders = run(lambda: str(self._decode_for_node(writing)) if first == ranks.rank() else None)
+            run(lambda: self._hold(Path(folders[first])))
+
+    def _decode_for_node(self, writing: ExitStack) -> Path:
+        """Returns a folder of plain files, of which the temporary ones stay until `writing` is closed."""
+        if self.holds_plain_weights:
+            return Path(self.files[0]).parent
+        if (kept := self._kept_folder()) is not None:
+            return kept
+        files = self._decoded_files()
+        place = place_for(files, shared=True)
+        links = ranks.links_to({file.path.name: writing.enter_context(TemporaryFile(dir=place)) for file in files})
+        folder = Path(writing.enter_context(links))
+        write_files(files, folder, "Decoding")
+        return folder
+
+    def _hold(self, folder: Path) -> None:
+        names = [Path(path).name for path in self.files]
+        self.decoded = ranks.links_to({name: self.held.enter_context(open(folder / name, "rb")) for name in names})
+        self._load_from(Path(self.decoded.name))
 
     def update_parallel_plan(self, model, plan) -> None:
         """Does nothing, as decoding adds no parameters to the model. Transformers would walk through all parameters, twice."""
 
     def update_weight_conversions(self, weight_conversions: list, *args, **kwargs) -> list:
-        if self.holds_plain_weights:
+        if self.holds_plain_weights or self.decoded is not None:
             self._load_plainly()
             return weight_conversions
-        if os.environ.get(FOLDER) and not rehearsal.is_running():
-            try:
-                self._load_from(decoded_folder(self.source.digest, self._decoded_files()))
-                return weight_conversions
-            except CheckpointError as error:
-                logger.warning_once(f"{error} The weights are decoded in memory.")
+        if (kept := self._kept_folder()) is not None:
+            self._load_from(kept)
+            return weight_conversions
         try:
             rehearsal.require_success()
             from hf_ext.integration.decoding import Decoding
@@ -180,11 +212,21 @@ class DecodingQuantizer(HfQuantizer):
             if rehearsal.is_running():
                 raise
             compat.warn_of_plain_loading(error)
-            self.decoded = TemporaryDirectory(prefix="hf_ext-", ignore_cleanup_errors=True)
-            write_files(self._decoded_files(), Path(self.decoded.name), "Decoding")
+            files = self._decoded_files()
+            self.decoded = TemporaryDirectory(prefix="hf_ext-", dir=place_for(files), ignore_cleanup_errors=True)
+            write_files(files, Path(self.decoded.name), "Decoding")
             self._load_from(Path(self.decoded.name))
             return weight_conversions
         return self.decoding.conversions
+
+    def _kept_folder(self) -> Path | None:
+        """Returns the folder of the decoded files that stay; None without one."""
+        if os.environ.get(FOLDER) and not rehearsal.is_running():
+            try:
+                return decoded_folder(self.source.digest, self._decoded_files())
+            except CheckpointError as error:
+                logger.warning_once(f"{error} The weights are decoded in memory.")
+        return None
 
     def _decoded_files(self) -> list[ComputedFile]:
         """Returns plain files for those that Transformers is about to load, under the same names."""
@@ -224,7 +266,10 @@ class DecodingQuantizer(HfQuantizer):
 
     def postprocess_model(self, model, **kwargs):
         self.pre_quantized |= self.then is None  # so that Transformers removes this quantizer
-        return super().postprocess_model(model, **kwargs)
+        super().postprocess_model(model, **kwargs)
+        if self.then is None:
+            compat.partition_by_zero3(model)
+        return model
 
     def _process_model_after_weight_loading(self, model, **kwargs):
         if self.decoding is not None:
@@ -234,6 +279,7 @@ class DecodingQuantizer(HfQuantizer):
                 weakref.finalize(model, self.decoded.cleanup)  # offloaded weights stay in these files
             else:
                 self.decoded.cleanup()
+                self.held.close()
         self.model, self.weights = None, {}
         vars(model).pop("is_quantized", None)
         if self.then is not None:
@@ -248,9 +294,6 @@ class DecodingQuantizer(HfQuantizer):
     @property
     def is_trainable(self) -> bool:
         return True
-
-    def _sharded(self, technique: str) -> str:
-        return f"{technique} shards weights during loading, but encoded weights cannot be sharded. {self.advice}"
 
 
 def _are_plain(files: list[Path]) -> bool:

@@ -1,10 +1,12 @@
-"""Decoded files that stay on disk for later loads, in the folder that HF_EXT_DECODED names."""
+"""Places for decoded files: the folder that HF_EXT_DECODED names, where they stay for later loads, and temporary ones."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from hf_ext.storage.plain_writer import write_files
 from hf_ext.storage.safetensors_file import SafetensorsFile, TensorFile
 
 FOLDER, LIMIT = "HF_EXT_DECODED", "HF_EXT_DECODED_GB"  # of the environment
+SHARED_MEMORY = Path("/dev/shm")
 ENTRY = "decoded-"  # begins the name of an entry, before 32 digits
 
 
@@ -35,11 +38,36 @@ def decoded_folder(digest: str, files: Sequence[TensorFile]) -> Path:
     entry = root / f"{ENTRY}{key.hexdigest()}"
     if not _holds(entry, files):
         with staged_folder(entry) as stage:
-            _make_room(root, stage, sum(tensor.nbytes for file in files for tensor in file.entries.values()))
+            _make_room(root, stage, _size(files))
             write_files(files, stage, "Decoding")
     with contextlib.suppress(OSError):  # of another user's folder
         os.utime(entry)
     return entry
+
+
+def place_for(files: Sequence[TensorFile], shared: bool = False) -> Path:
+    """Returns a folder with room for temporary decoded files: that of TMPDIR. With `shared`, it is shared memory if the files
+    take at most half of what is free.
+
+    Raises:
+        CheckpointError: there is no room.
+    """
+    size = _size(files)
+    if shared and os.access(SHARED_MEMORY, os.W_OK):
+        available = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+        if 2 * size <= min(shutil.disk_usage(SHARED_MEMORY).free, int(available[1]) * 1024 if available else 0):
+            return SHARED_MEMORY
+    place = Path(tempfile.gettempdir())
+    if size > (free := shutil.disk_usage(place).free):
+        raise CheckpointError(
+            f"The weights are decoded to temporary files first. {size / 1e9:.1f} GB do not fit into {place}: "
+            f"{free / 1e9:.1f} GB are free. Set TMPDIR to a folder with more space, or write a plain checkpoint."
+        )
+    return place
+
+
+def _size(files: Sequence[TensorFile]) -> int:
+    return sum(tensor.nbytes for file in files for tensor in file.entries.values())
 
 
 def _holds(entry: Path, files: Sequence[TensorFile]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -175,3 +176,20 @@ def test_several_writers_of_one_entry_leave_it_whole(kept):
     (entry,) = (result for result in results if isinstance(result, Path))
     assert all("Another process is writing" in result for result in results - {entry})
     assert entries(kept) == [entry] and load_file(entry / "model.safetensors")["a"].sum() == 1_000_000
+
+
+@pytest.mark.parametrize(("shared", "memory", "disk", "place"), [
+    (True, 3000, 0, "memory"), (True, 1500, 3000, "disk"), (False, 3000, 1500, "disk"), (True, 1500, 500, None),
+])  # fmt: skip
+def test_temporary_files_go_where_there_is_room(tmp_path, monkeypatch, shared, memory, disk, place):
+    free = {tmp_path / "memory": memory, tmp_path / "disk": disk}
+    for folder in free:
+        folder.mkdir()
+    monkeypatch.setattr(decoded, "SHARED_MEMORY", tmp_path / "memory")
+    monkeypatch.setattr(decoded.tempfile, "tempdir", str(tmp_path / "disk"))
+    monkeypatch.setattr(decoded.shutil, "disk_usage", lambda folder: SimpleNamespace(free=free[folder]))
+    if place is not None:
+        assert decoded.place_for(weights(1)[1], shared) == tmp_path / place
+    else:
+        with pytest.raises(CheckpointError, match=r"0\.0 GB do not fit into .*disk.*Set TMPDIR"):
+            decoded.place_for(weights(1)[1], shared)
