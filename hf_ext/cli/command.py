@@ -152,9 +152,10 @@ def failure(context: typer.Context, error: Exception) -> int:
 def note_missing_config(folder: str | os.PathLike) -> None:
     """Prints a note if a model's folder has no config.json."""
     from hf_ext.storage.config_file import CONFIG
-    from hf_ext.storage.layout import ADAPTER_CONFIG
+    from hf_ext.storage.layout import ADAPTER_CONFIG, PIPELINE
 
-    if os.path.isdir(folder) and not any(os.path.exists(os.path.join(folder, name)) for name in (CONFIG, ADAPTER_CONFIG)):
+    configs = (CONFIG, ADAPTER_CONFIG, PIPELINE)
+    if os.path.isdir(folder) and not any(os.path.exists(os.path.join(folder, name)) for name in configs):
         say(f"{folder} has no {CONFIG}; from_pretrained will need it.")
 
 

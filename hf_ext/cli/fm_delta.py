@@ -271,7 +271,9 @@ def require_base(base: str | None, revision: str | None = None, base_id: str | N
     if base_id:
         from huggingface_hub.utils import HFValidationError, validate_repo_id
 
+        from hf_ext.storage.hub import split_id
+
         try:
-            validate_repo_id(base_id)
+            validate_repo_id(split_id(base_id)[0])
         except HFValidationError:
             raise mistake(f"'{base_id}' is not a Hub id such as org/name", "--base-id") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections.abc import Iterable, Iterator
@@ -16,9 +17,9 @@ from hf_ext.fm_delta.likeness import Likeness, likeness
 from hf_ext.integration.cards import CARD, metadata_of
 from hf_ext.storage.checkpoint import Checkpoint
 from hf_ext.storage.config_file import CONFIG, read_config
-from hf_ext.storage.hub import downloaded
-from hf_ext.storage.layout import select_weights
-from hf_ext.storage.open import open_checkpoint, open_plain
+from hf_ext.storage.hub import downloaded, within
+from hf_ext.storage.layout import PIPELINE, models_in, select_weights
+from hf_ext.storage.open import open_checkpoint, open_counterpart, open_plain
 from hf_ext.storage.source import TensorSource
 
 # Full fine-tunes agree with their base in more than 0.9 of the values; noise of a tenth of the weights' spread leaves 0.7, and
@@ -129,19 +130,26 @@ def find_base(src: str | os.PathLike, candidates: Iterable[str | os.PathLike] | 
         CheckpointError: `src` has no plain safetensors weights.
     """
     src = downloaded(src)
+    place = main_model(src)
+    is_diffusers = "_class_name" in read_config(src / CONFIG)
+    components = [place] if place else ["", src.resolve().name] if is_diffusers else [""]
     try:
-        source = open_plain(src)
+        source = open_plain(src / place)
     except BaseModelError as error:
         raise CheckpointError(f"The base of {src} cannot be searched for: {error}") from error
     source.read_sparsely()
-    examined = [_examine(source, name, None, name, f"named in {where}") for name, where in _declared(src)]
+    examined = [_examine(source, components, name, None, name, f"named in {where}") for name, where in _declared(src)]
     if all(candidate.verdict != "sure" for candidate in examined):
-        places = _cached() if candidates is None else ((name := os.fspath(candidate), None, name) for candidate in candidates)
+        places = (
+            _cached(components)
+            if candidates is None
+            else ((name := os.fspath(candidate), None, name) for candidate in candidates)
+        )
         compared = {(candidate.name, candidate.revision) for candidate in examined}
         examined += [
-            _examine(source, *place)
-            for place in dict.fromkeys(places)
-            if not _is_same(src, place[2]) and (place[0], place[1]) not in compared
+            _examine(source, components, *candidate)
+            for candidate in dict.fromkeys(places)
+            if not _is_same(src, candidate[2]) and candidate[:2] not in compared
         ]
     examined.sort(key=lambda candidate: (VERDICTS.index(candidate.verdict), candidate.bits or 0))
     return BaseReport(str(src), examined)
@@ -159,16 +167,27 @@ def unrelated(source: TensorSource, base: TensorSource) -> str | None:
 
 def require_related(src: str | os.PathLike, base: str | os.PathLike, revision: str | None = None) -> None:
     """Raises BaseModelError if a model cannot be the base of `src`: the result would hardly be smaller."""
-    if reason := unrelated(open_checkpoint(src), open_checkpoint(base, revision)):
-        raise BaseModelError(
-            f"{reason} `hf-ext find-base {src}` looks for the base; --no-base compresses without one. In Python, "
-            "fm_delta.compress_checkpoint accepts every base."
-        )
+    for place in models_in(Path(src)):
+        if reason := unrelated(open_checkpoint(within(src, place)), open_counterpart(base, place, revision)):
+            raise BaseModelError(
+                f"{reason} `hf-ext find-base {src}` looks for the base; --no-base compresses without one. In Python, "
+                "fm_delta.compress_checkpoint accepts every base."
+            )
+
+
+def main_model(folder: Path) -> str:
+    """Returns the component with the largest weights of a diffusers pipeline; '' for the folder of one model."""
+
+    def size(place: str) -> int:
+        return sum(file.stat().st_size for file in select_weights(folder / place))
+
+    models = models_in(folder)
+    return models[0] if len(models) == 1 else max(models, key=size)
 
 
 def _declared(src: Path) -> Iterator[tuple[str, str]]:
     """Yields the bases that a checkpoint's own files name, each with the name of the file."""
-    named = [(read_config(src / CONFIG).get("_name_or_path"), CONFIG)]
+    named = [(read_config(src / config).get("_name_or_path"), config) for config in (CONFIG, PIPELINE)]
     bases = metadata_of(src).get("base_model")
     named += [(base, CARD) for base in (bases if isinstance(bases, list) else [bases])]
     seen = set()
@@ -178,15 +197,17 @@ def _declared(src: Path) -> Iterator[tuple[str, str]]:
             yield name, where
 
 
-def _cached() -> Iterator[tuple[str, str | None, str]]:
-    """Yields the models in the local Hub cache that have all their safetensors weights: id, commit and folder."""
+def _cached(components: list[str]) -> Iterator[tuple[str, str | None, str]]:
+    """Yields the models in the local Hub cache that have all their safetensors weights, at the top or in the folder of a
+    component: id, commit and folder."""
     try:
         cache = scan_cache_dir()
     except CacheNotFound:
         return
     for repo in sorted(cache.repos, key=lambda repo: repo.repo_id):
         for revision in sorted(repo.revisions, key=lambda revision: (not revision.refs, revision.commit_hash)):
-            if repo.repo_type == "model" and _has_weights(revision.snapshot_path):
+            folders = [revision.snapshot_path / place for place in components]
+            if repo.repo_type == "model" and any(map(_has_weights, folders)):
                 yield repo.repo_id, revision.commit_hash, str(revision.snapshot_path)
 
 
@@ -201,18 +222,36 @@ def _is_same(src: Path, place: str) -> bool:
     return os.path.isdir(place) and src.samefile(place)
 
 
-def _examine(source: Checkpoint, name: str, revision: str | None, place: str, note: str = "") -> Candidate:
-    """Compares a candidate with `source`. `place` is the folder of a model in the cache, or else the name."""
+def _examine(
+    source: Checkpoint, components: list[str], name: str, revision: str | None, place: str, note: str = ""
+) -> Candidate:
+    """Compares a candidate with `source`.
+
+    Args:
+        components: where in the candidate's folder to look for the weights, in this order.
+        place: the folder of a model in the cache, or else the name.
+    """
     try:
-        other = open_plain(place)
+        other, component = _open_first(place, components)
         other.read_sparsely()
         measured = likeness(source, other, LIKELY_SHARE)
-        kinds = [read_config(checkpoint.paths[0].parent / CONFIG).get("model_type") for checkpoint in (source, other)]
+        configs = [read_config(checkpoint.paths[0].parent / CONFIG) for checkpoint in (source, other)]
+        kinds = [config.get("model_type") or config.get("_class_name") for config in configs]
     except HfExtError as error:
         return Candidate(name, revision, "unreadable", str(error))
+    if len(components) > 1:  # `source` is a component alone, and so is its base
+        name = within(name, component)
     verdict, why = _judge(measured, *kinds)
     why = f"{note}: {why}" if note else why
     return Candidate(name, revision or other.revision, verdict, why, measured.bits, measured.agreement, measured.shared)
+
+
+def _open_first(place: str, components: list[str]) -> tuple[Checkpoint, str]:
+    """Opens the first of these components of a folder or repository that has weights."""
+    for component in components[:-1]:
+        with contextlib.suppress(BaseModelError):
+            return open_plain(within(place, component)), component
+    return open_plain(within(place, components[-1])), components[-1]
 
 
 def _judge(measured: Likeness, kind: str | None, other: str | None) -> tuple[str, str]:

@@ -21,15 +21,14 @@ from huggingface_hub.utils import disable_progress_bars, tqdm
 
 from hf_ext.display import megabytes, percent, table
 from hf_ext.errors import CheckpointError, CorruptFileError, HfExtError
-from hf_ext.fm_delta.base_search import find_base, require_related
+from hf_ext.fm_delta.base_search import find_base, main_model, require_related
 from hf_ext.fm_delta.compress import compress_checkpoint
 from hf_ext.fm_delta.reports import inspect
 from hf_ext.fm_delta.sizes import Sizes
-from hf_ext.storage.checkpoint import Checkpoint
 from hf_ext.storage.delta import DEFAULT_LEVEL
 from hf_ext.storage.files import locked, write_atomically
-from hf_ext.storage.hub import absolute
-from hf_ext.storage.layout import all_weights, weights_instead
+from hf_ext.storage.hub import absolute, within
+from hf_ext.storage.layout import PIPELINE, all_weights, models_in, weights_instead
 from hf_ext.storage.open import open_plain
 from hf_ext.storage.prefetch import at_most_cores, cores
 
@@ -129,13 +128,17 @@ def compress_all(
         CorruptFileError: `out`/compress_all.json is not the record of a run.
     """
     out, candidates = Path(os.path.abspath(out)), None if candidates is None else [absolute(name) for name in candidates]
-    common = None if base is None else open_plain(absolute(base), revision)
-    place = (common.name, common.revision) if common else (None, None)
+    folders = _folders(sources, base)
+    common = None
+    if base is not None:
+        is_pipeline = (path for path, reason in folders.items() if reason is None and (path / PIPELINE).exists())
+        place = main_model(first) if (first := next(is_pipeline, None)) else ""
+        common = absolute(base), open_plain(within(absolute(base), place), revision).revision
     pool, threads = (executor, 1) if executor else (ThreadPoolExecutor(workers), max(cores() // workers, 1))
     work = compress_model if executor or workers == 1 else compress_in_process
-    options = (*place, candidates, verify, level, threads)
+    options = (*(common or (None, None)), candidates, verify, level, threads)
     with locked(out):
-        results, folders = _read(out / RECORD), _folders(sources, common)
+        results = _read(out / RECORD)
         results |= {path.name: ModelResult(path.name, str(path), skipped=reason) for path, reason in folders.items() if reason}
         todo = [path for path, reason in folders.items() if not (reason or _is_done(results, path, out, common, verify))]
         try:
@@ -154,7 +157,9 @@ def compress_all(
         return _write(out / RECORD, results)
 
 
-def _folders(sources: str | os.PathLike | Iterable[str | os.PathLike], base: Checkpoint | None) -> dict[Path, str | None]:
+def _folders(
+    sources: str | os.PathLike | Iterable[str | os.PathLike], base: str | os.PathLike | None
+) -> dict[Path, str | None]:
     """Returns the models' folders, by absolute path, each with the reason to skip it. In a folder of folders, leaves out the
     base itself."""
     if not isinstance(sources, str | os.PathLike):
@@ -166,7 +171,7 @@ def _folders(sources: str | os.PathLike | Iterable[str | os.PathLike], base: Che
     if not os.path.isdir(sources):
         raise CheckpointError(f"{sources} is not a folder; give a folder of saved models, or a list of their folders.")
     visible = [path for path in sorted(Path(os.path.abspath(sources)).glob("[!.]*")) if path.is_dir()]
-    others = [path for path in visible if not (base and os.path.isdir(base.name) and path.samefile(base.name))]
+    others = [path for path in visible if not (base and os.path.isdir(base) and path.samefile(base))]
     reasons = {path: _reason_to_skip(path) for path in others}
     if all(reasons.values()):
         first = "".join(f" {path} {reason}" for path, reason in [*reasons.items()][:1])
@@ -176,7 +181,11 @@ def _folders(sources: str | os.PathLike | Iterable[str | os.PathLike], base: Che
 
 def _reason_to_skip(folder: Path) -> str | None:
     try:
-        return None if all_weights(folder) else weights_instead(folder) or "holds no weights."
+        return (
+            None
+            if any(all_weights(folder / place) for place in models_in(folder))
+            else weights_instead(folder) or "holds no weights."
+        )
     except HfExtError:  # reported with this model later
         return None
 
@@ -200,14 +209,16 @@ def _write(record: Path, results: dict[str, ModelResult]) -> BatchReport:
     return report
 
 
-def _is_done(results: dict[str, ModelResult], source: Path, out: Path, base: Checkpoint | None, verify: bool) -> bool:
+def _is_done(
+    results: dict[str, ModelResult], source: Path, out: Path, base: tuple[str, str | None] | None, verify: bool
+) -> bool:
     """Checks whether an earlier run compressed this model as requested, and source and result have not changed."""
     model = results.get(source.name)
     if model and model.source != str(source):
         raise CheckpointError(f"{out / model.name} holds another model, compressed from {model.source}. Rename {source}.")
-    if model is None or verify > model.verified or base and (model.base, model.revision) != (base.name, base.revision):
+    if model is None or verify > model.verified or base and (model.base, model.revision) != base:
         return False
-    return list(model.stamps) == [_stamp(source.rglob("*")), _stamp((out / model.name).glob("*.safetensors"))]
+    return list(model.stamps) == [_stamp(source.rglob("*")), _stamp((out / model.name).rglob("*.safetensors"))]
 
 
 def _stamp(paths: Iterable[Path]) -> str:
@@ -243,7 +254,7 @@ def compress_model(
     sizes, seconds = inspect(out), round(time.perf_counter() - start, 3)
     result = ModelResult(source.name, str(source), base, revision, seconds, verify)
     result = replace(result, original_bytes=sizes.original_bytes, compressed_bytes=sizes.compressed_bytes)
-    return replace(result, stamps=[before, _stamp(out.glob("*.safetensors"))])
+    return replace(result, stamps=[before, _stamp(out.rglob("*.safetensors"))])
 
 
 def compress_in_process(*arguments: Any) -> ModelResult:

@@ -17,9 +17,9 @@ from hf_ext.storage.delta.source import PARTS_OF, RestoredFile
 from hf_ext.storage.delta.writer import Sets, write_model
 from hf_ext.storage.files import copy_entries, require_another_folder, staged_folder
 from hf_ext.storage.guards import require_new
-from hf_ext.storage.hub import downloaded
-from hf_ext.storage.layout import ADAPTER, all_weights, weights_or_adapter
-from hf_ext.storage.open import open_checkpoint, open_files, require_depth
+from hf_ext.storage.hub import downloaded, within
+from hf_ext.storage.layout import ADAPTER, all_weights, models_in, weights_or_adapter
+from hf_ext.storage.open import open_counterpart, open_files, require_depth
 from hf_ext.storage.safetensors_file import SafetensorsFile
 from hf_ext.storage.source import NoBase, TensorSource
 
@@ -65,17 +65,23 @@ def compress_checkpoint(
     require_another_folder(out, [src, base])
     with staged_folder(out, overwrite=overwrite or partial(is_compressed, out)) as stage:
         folder = ModelFolder.open_plain(downloaded(src), adapter=base is None)
-        source = NoBase() if base is None else open_checkpoint(base, revision)
-        require_depth(source)
+        sources = [NoBase() if base is None else open_counterpart(base, model.place, revision) for model in folder.models]
         _require_one_kind(folder, out)
-        require_another_folder(out, source.paths)
+        for source in sources:
+            require_depth(source)
+            require_another_folder(out, source.paths)
         copy_entries(folder.path, folder.others(out), stage)
         if not overwrite:
             require_new([Path(CARD)], stage, out)  # users edit it in an earlier result, too
-        write_with_card(folder.sets, source, stage, base_id, level, target=out, revision=revision)
+        for model, source in zip(folder.models, sources):
+            name, place = base_id and within(base_id, model.place), stage / model.place
+            if model.place:
+                write_model(model.sets, source, place, name, level, revision=revision)
+            else:
+                write_with_card(model.sets, source, place, name, level, target=out, revision=revision)
+            if verify:
+                decode_all([RestoredFile(file, source) for file in open_files(place)])
         folder.copy_modes(stage)
-        if verify:
-            decode_all([RestoredFile(file, source) for file in open_files(stage)])
 
 
 def write_with_card(
@@ -105,10 +111,11 @@ def write_with_card(
 
 
 def is_compressed(folder: Path) -> bool:
-    """Checks whether a folder holds one compressed model or adapter, even a damaged one that its config.json tells."""
-    if storage_settings(folder).get("quant_method") == FM_DELTA:
+    """Checks whether a folder holds a compressed model, adapter or pipeline, even a damaged one that its config.json tells."""
+    folders = [folder / place for place in models_in(folder)]
+    if all(storage_settings(path).get("quant_method") == FM_DELTA for path in folders):
         return True
-    headers = [SafetensorsFile(path).metadata for path in weights_or_adapter(folder)]
+    headers = [SafetensorsFile(file).metadata for path in folders for file in weights_or_adapter(path)]
     return bool(headers) and all(KEY in header and PARTS_OF not in header for header in headers)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterable, Sequence
-from functools import cached_property
+from dataclasses import dataclass
 from pathlib import Path
 
 from hf_ext.errors import CheckpointError
@@ -13,8 +13,8 @@ from hf_ext.storage.config_file import CONFIG, ENCODINGS, read_config, remove_se
 from hf_ext.storage.delta.file import KEY
 from hf_ext.storage.delta.source import PARTS_OF, SEVERAL_MODELS, RestoredFile, require_one_model
 from hf_ext.storage.files import copy_entries, rewrite, scan
-from hf_ext.storage.hub import absolute
-from hf_ext.storage.layout import ADAPTER, all_weights, no_weights, shard_sets, weights_or_adapter
+from hf_ext.storage.hub import absolute, within
+from hf_ext.storage.layout import ADAPTER, all_weights, models_in, no_weights, shard_sets, weights_or_adapter
 from hf_ext.storage.open import open_base, open_files
 from hf_ext.storage.safetensors_file import SafetensorsFile, TensorFile
 from hf_ext.storage.source import NoBase, TensorSource
@@ -22,18 +22,37 @@ from hf_ext.storage.source import NoBase, TensorSource
 ADDED_CARD = {"card": "added"}  # in the `quantization_config` of a folder whose README.md compression has added
 
 
-class ModelFolder:
-    """The folder of a model or a PEFT adapter.
+@dataclass(frozen=True)
+class Model:
+    """The weights of one model in a folder.
 
     Attributes:
-        path: the folder.
-        files: the files of its weights, as they were before compression. Those of compressed weights decode tensors when they
-            are read.
+        place: where the model lies in the folder: '', or the name of a component of a diffusers pipeline.
+        files: as they were before compression. Those of compressed weights decode tensors when they are read.
         base: the base of compressed weights; `NoBase` if they have none or are plain.
     """
 
-    def __init__(self, path: Path, files: Sequence[TensorFile], base: TensorSource):
-        self.path, self.files, self.base = path, files, base
+    place: str
+    files: Sequence[TensorFile]
+    base: TensorSource
+
+    @property
+    def sets(self) -> list[list[TensorFile]]:
+        """The files in sets that are read together, such as the shards of one checkpoint."""
+        sets = shard_sets([file.path for file in self.files])
+        return [[file for file in self.files if file.path in paths] for paths in sets]
+
+
+class ModelFolder:
+    """The folder of a model, a PEFT adapter or a diffusers pipeline.
+
+    Attributes:
+        path: the folder.
+        models: one model, or the components of the pipeline that have weights.
+    """
+
+    def __init__(self, path: Path, models: Sequence[Model]):
+        self.path, self.models = path, models
 
     @classmethod
     def open_plain(cls, path: Path, adapter: bool = False) -> ModelFolder:
@@ -47,18 +66,7 @@ class ModelFolder:
         """
         if not path.is_dir():
             raise CheckpointError(f"{path} is not a folder; give the folder of a saved model.")
-        files = [SafetensorsFile(file) for file in (weights_or_adapter(path) if adapter else all_weights(path))]
-        if not files:
-            raise no_weights(path)
-        if any(PARTS_OF in file.metadata for file in files):
-            raise CheckpointError(f"{path} {SEVERAL_MODELS}")
-        if any(KEY in file.metadata for file in files):
-            raise CheckpointError(f"{path} is compressed already; decompress it first.")
-        settings = read_config(path / CONFIG).get("quantization_config")
-        method = settings.get("quant_method") if isinstance(settings, dict) else settings
-        if settings is not None and method not in ENCODINGS:  # which a configuration may have kept
-            raise CheckpointError(f"{path} is quantized ({method}); only plain weights can be compressed.")
-        return cls(path, files, NoBase())
+        return cls(path, [Model(place, _plain_files(path / place, adapter), NoBase()) for place in models_in(path)])
 
     @classmethod
     def open_compressed(cls, path: Path, base: str | os.PathLike | None = None) -> ModelFolder:
@@ -71,22 +79,23 @@ class ModelFolder:
             CheckpointError, CorruptFileError: there are no weights, or they are damaged or hold several models.
             BaseModelError: the base is missing or is another model.
         """
-        files = open_files(path)
-        require_one_model(files, path)
-        folder = path if path.is_dir() else path.parent
-        source = open_base(files, None if base is None else absolute(base))
-        return cls(folder, [RestoredFile(file, source) for file in files], source)
+        models = []
+        for place in models_in(path):
+            files = open_files(path / place)
+            require_one_model(files, path / place)
+            source = open_base(files, None if base is None else within(absolute(base), place))
+            models.append(Model(place, [RestoredFile(file, source) for file in files], source))
+        return cls(path if path.is_dir() else path.parent, models)
+
+    @property
+    def files(self) -> list[TensorFile]:
+        """The files of all weights."""
+        return [file for model in self.models for file in model.files]
 
     @property
     def is_adapter(self) -> bool:
         """Checks whether the weights are those of a PEFT adapter."""
         return self.files[0].path.name == ADAPTER
-
-    @cached_property
-    def sets(self) -> list[list[TensorFile]]:
-        """The files in sets that are read together, such as the shards of one checkpoint."""
-        sets = shard_sets([file.path for file in self.files])
-        return [[file for file in self.files if file.path in paths] for paths in sets]
 
     def others(self, out: Path) -> list[Path]:
         """Returns everything below the folder except its weights and what lies in `out`, relative to the folder: files,
@@ -103,16 +112,33 @@ class ModelFolder:
     def restore_others(self, others: Iterable[Path], out: Path) -> None:
         """Copies files of a compressed folder that hold no weights, as they were before the compression."""
         copy_entries(self.path, others, out)
-        read_config(out / CONFIG)  # raises if it is damaged
-        rewrite(out / CONFIG, remove_settings)
+        for config in (out / model.place / CONFIG for model in self.models):
+            read_config(config)  # raises if it is damaged
+            rewrite(config, remove_settings)
 
     def copy_modes(self, out: Path) -> None:
         """Copies the permissions of the weights to the files of the same names in `out`."""
         for file in self.files:
-            shutil.copymode(file.path, out / file.path.name)
+            shutil.copymode(file.path, out / file.path.relative_to(self.path))
 
 
 def card_record(folder: Path) -> dict[str, str]:
     """Returns `ADDED_CARD` if compression has added the model card of a folder, which is then not one of the original files;
     else an empty dict."""
     return ADDED_CARD if ADDED_CARD.items() <= storage_settings(folder).items() else {}
+
+
+def _plain_files(path: Path, adapter: bool) -> list[SafetensorsFile]:
+    """Opens the plain weights of one model. See `ModelFolder.open_plain`."""
+    files = [SafetensorsFile(file) for file in (weights_or_adapter(path) if adapter else all_weights(path))]
+    if not files:
+        raise no_weights(path)
+    if any(PARTS_OF in file.metadata for file in files):
+        raise CheckpointError(f"{path} {SEVERAL_MODELS}")
+    if any(KEY in file.metadata for file in files):
+        raise CheckpointError(f"{path} is compressed already; decompress it first.")
+    settings = read_config(path / CONFIG).get("quantization_config")
+    method = settings.get("quant_method") if isinstance(settings, dict) else settings
+    if settings is not None and method not in ENCODINGS:  # which a configuration may have kept
+        raise CheckpointError(f"{path} is quantized ({method}); only plain weights can be compressed.")
+    return files

@@ -14,6 +14,7 @@ from hf_ext.storage.delta.file import CompressedFile
 from hf_ext.storage.delta.payload import STORED, Header
 from hf_ext.storage.delta.source import original_size
 from hf_ext.storage.hub import local_copy
+from hf_ext.storage.layout import models_in
 from hf_ext.storage.open import base_of, open_files
 
 KINDS = {
@@ -127,10 +128,11 @@ def inspect(src: str | os.PathLike) -> CheckpointReport:
         CheckpointError: `src` does not exist.
         CorruptFileError: a file is not compressed, damaged or from a newer version.
     """
-    files = open_files(local_copy(src))
+    folder = local_copy(src)
+    opened = [(place, file) for place in models_in(folder) for file in open_files(folder / place)]
     tensors = [
         TensorReport(
-            name,
+            f"{place}/{name}" if place else name,
             _kind(name),
             _how(header),
             header.dtype,
@@ -140,11 +142,13 @@ def inspect(src: str | os.PathLike) -> CheckpointReport:
             file.payload(name).size,
             _rank(file, name),
         )
-        for file in files
+        for place, file in opened
         for name, header in sorted(file.headers.items(), key=lambda item: _natural(item[0]))
     ]
+    files, (base, revision) = [file for _, file in opened], base_of(opened[0][1], None)
     return CheckpointReport(
-        *base_of(files[0], None),
+        base and base.removesuffix(f"/{opened[0][0]}"),
+        revision,
         tensors,
         original_bytes=sum(map(original_size, files)),
         compressed_bytes=sum(file.path.stat().st_size for file in files),

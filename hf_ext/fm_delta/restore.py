@@ -12,6 +12,7 @@ from hf_ext.storage.checkpoint import holds_weights
 from hf_ext.storage.files import require_another_folder, scan, staged_folder
 from hf_ext.storage.guards import require_new
 from hf_ext.storage.hub import local_copy
+from hf_ext.storage.layout import models_in
 from hf_ext.storage.open import open_files
 from hf_ext.storage.plain_writer import write_files
 from hf_ext.storage.prefetch import Prefetcher, progress
@@ -38,17 +39,21 @@ def decompress_checkpoint(
     """
     path, out = local_copy(src), Path(out)
     folder = ModelFolder.open_compressed(path, base)
-    require_another_folder(out, [path, *folder.base.paths])
+    require_another_folder(out, [path, *(file for model in folder.models for file in model.base.paths)])
 
     def is_restored() -> bool:
-        return any(holds_weights(out, file.fingerprint) for file in open_files(path))
+        held = [
+            any(holds_weights(out / place, file.fingerprint) for file in open_files(path / place)) for place in models_in(path)
+        ]
+        return all(held)
 
     with staged_folder(out, overwrite=overwrite or is_restored) as stage:
         if path.is_dir():
             folder.restore_others(_others(folder, out), stage)
         if not overwrite:
             require_new(scan(stage), stage, out)
-        write_files(folder.files, stage, "Decompressing")
+        for model in folder.models:
+            write_files(model.files, stage / model.place, "Decompressing")
         folder.copy_modes(stage)
 
 

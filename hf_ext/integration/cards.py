@@ -19,7 +19,7 @@ from huggingface_hub import ModelCard, ModelCardData, metadata_load, try_to_load
 
 from hf_ext.storage.config_file import CONFIG, read_config
 from hf_ext.storage.files import write_atomically
-from hf_ext.storage.hub import hub_id, repository_of, snapshot_of
+from hf_ext.storage.hub import hub_id, repository_of, snapshot_of, split_id
 from hf_ext.storage.installation import plugin
 
 CARD = "README.md"
@@ -88,7 +88,8 @@ def add_tags(folder: Path, tags: Iterable[str]) -> None:
 
 def metadata_of(model: str | os.PathLike) -> dict[str, Any]:
     """Returns the metadata of a model's card; empty if neither the folder nor the Hub's cache has one that can be read."""
-    path = Path(model, CARD) if os.path.isdir(model) else hub_id(model) and try_to_load_from_cache(str(model), CARD)
+    is_folder = os.path.isdir(model)
+    path = Path(model, CARD) if is_folder else (name := hub_id(model)) and try_to_load_from_cache(split_id(name)[0], CARD)
     try:
         # Reading a pipe would wait forever.
         if isinstance(path, str | Path) and os.path.isfile(path) and os.path.getsize(path) <= MAX_BYTES:
@@ -108,14 +109,15 @@ def name_in_text(name: str | os.PathLike) -> str:
 
 def class_of(folder: Path) -> str:
     """Returns the name of the class that loads a folder's model, according to its config.json."""
-    names = read_config(folder / CONFIG).get("architectures") or ["AutoModel"]
+    config = read_config(folder / CONFIG)
+    names = config.get("architectures") or [config.get("_class_name", "AutoModel")]  # diffusers has the latter
     return names[0] if isinstance(names, list) and str(names[0]).isidentifier() else "AutoModel"
 
 
 def _origin_of(name: str | os.PathLike) -> str | None:
     """Returns the Hub id of a model, or that of the repository a folder was downloaded from; None for other folders."""
     snapshot = snapshot_of(Path(name).absolute()) if name and os.path.isdir(name) else None
-    return repository_of(snapshot) if snapshot else hub_id(name)
+    return repository_of(snapshot) if snapshot else (model := hub_id(name)) and split_id(model)[0]
 
 
 def _license_of(models: Iterable[str | os.PathLike]) -> dict[str, str]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
 from hf_ext.storage.config_file import CONFIG
-from hf_ext.storage.hub import HUB, Check, Hub, is_local, reaching
+from hf_ext.storage.hub import HUB, Check, Hub, is_local, reaching, snapshot_of
 from hf_ext.storage.layout import save_of, select_weights
 from hf_ext.storage.safetensors_file import Entry, RawTensor, SafetensorsFile
 from hf_ext.storage.source import TensorSource
@@ -53,7 +53,8 @@ class Checkpoint(TensorSource):
         except (CheckpointError, CorruptFileError) as error:
             raise BaseModelError(f"The weights of '{self.name}' cannot be read: {error}") from error
         self.paths = [file.path for file in self.files]
-        self.revision = None if os.path.isdir(self.name) else self.paths[0].parent.name
+        snapshot = None if os.path.isdir(self.name) else snapshot_of(self.paths[0].parent)
+        self.revision = snapshot.name if snapshot else None
         self._file_of = {key: file for file in self.files for key in file.entries}
 
     def _weights(self, hub: Hub, check: Check | None, adapter: bool) -> list[Path]:

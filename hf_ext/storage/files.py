@@ -22,12 +22,12 @@ from filelock import FileLock, Timeout
 from hf_ext.errors import CheckpointError
 from hf_ext.storage.config_file import CONFIG
 from hf_ext.storage.guards import require_new, require_place
-from hf_ext.storage.layout import ADAPTER_CONFIG, MOVING, OURS, replaced_weights
+from hf_ext.storage.layout import ADAPTER_CONFIG, MOVING, OURS, PIPELINE, replaced_weights
 
 LOCK = f"{OURS}lock"
 STAGE = f"{OURS}partial"
 MOVES = f"{OURS}moves"  # in a stage whose files move one by one: their names, and those of the files that they replace
-LOADED_BY = (Path(CONFIG), Path(ADAPTER_CONFIG))  # nothing loads without them
+LOADED_BY = (Path(CONFIG), Path(ADAPTER_CONFIG), Path(PIPELINE))  # nothing loads without them
 
 
 @contextlib.contextmanager

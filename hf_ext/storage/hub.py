@@ -12,7 +12,7 @@ import huggingface_hub  # its parts load where they are used: local folders need
 from huggingface_hub.constants import HF_HUB_CACHE, HF_HUB_OFFLINE
 
 from hf_ext.errors import BaseModelError, CheckpointError, HfExtError
-from hf_ext.storage.layout import INDEX, SINGLE, read_index
+from hf_ext.storage.layout import INDICES, SINGLES, read_index
 
 if TYPE_CHECKING:
     from huggingface_hub.utils import SafetensorsFileMetadata
@@ -35,8 +35,10 @@ class Hub(NamedTuple):
 
     def download(self, name: str, file: str, revision: str | None) -> Path:
         """Returns a file of a repository, from the cache if it is there. Raises the errors of `huggingface_hub`."""
-        self.probe(name, revision)
-        return Path(huggingface_hub.hf_hub_download(name, file, revision=revision, **self._asdict()))
+        repository, subfolder = split_id(name)
+        self.probe(repository, revision)
+        options = self._asdict() | {"subfolder": subfolder or None}
+        return Path(huggingface_hub.hf_hub_download(repository, file, revision=revision, **options))
 
     def probe(self, name: str, revision: str | None = None) -> None:
         """Asks the Hub once about a repository that is not in the cache. Without a connection, a download would try for a
@@ -66,10 +68,12 @@ class Hub(NamedTuple):
             return [self.download(name, file, revision) for file in files]
 
         with reaching(name, revision):
-            try:
-                return download([SINGLE])
-            except errors.EntryNotFoundError:
-                return download(read_index(self.download(name, INDEX, revision)))
+            for single, index in zip(SINGLES, INDICES):
+                with contextlib.suppress(errors.EntryNotFoundError):
+                    return download([single])
+                with contextlib.suppress(errors.EntryNotFoundError):
+                    return download(read_index(self.download(name, index, revision)))
+            return download([SINGLES[0]])  # raises the error
 
     def headers(self, name: str, files: list[str], revision: str | None) -> list[SafetensorsFileMetadata]:
         """Returns the headers of safetensors files that are not downloaded yet; an empty result if a file is downloaded or
@@ -80,12 +84,14 @@ class Hub(NamedTuple):
         from huggingface_hub import errors
 
         cache = None if self.cache_dir is None else Path(self.cache_dir)
-        cached = (isinstance(huggingface_hub.try_to_load_from_cache(name, file, cache, revision), str) for file in files)
+        repository, subfolder = split_id(name)
+        files = [f"{subfolder}/{file}" if subfolder else file for file in files]
+        cached = (isinstance(huggingface_hub.try_to_load_from_cache(repository, file, cache, revision), str) for file in files)
         if self.local_files_only or HF_HUB_OFFLINE or any(cached):
             return []
         hub = huggingface_hub.HfApi(token=self.token)
         try:
-            return [hub.parse_safetensors_file_metadata(name, file, revision=revision) for file in files]
+            return [hub.parse_safetensors_file_metadata(repository, file, revision=revision) for file in files]
         except errors.HfHubHTTPError:
             raise
         except (errors.HTTPError, errors.SafetensorsParsingError, TypeError, AttributeError, KeyError, ValueError):
@@ -119,6 +125,18 @@ def reaching(name: str, revision: str | None) -> Iterator[None]:
         ) from error
 
 
+def split_id(name: str) -> tuple[str, str]:
+    """Splits the id of a folder in a repository on the Hub, such as org/name/unet, into the repository's id and the folder. The
+    folder of org/name is ''."""
+    parts = name.split("/", 2)
+    return "/".join(parts[:2]), parts[2] if len(parts) > 2 else ""
+
+
+def within(name: str | os.PathLike, folder: str) -> str:
+    """Returns the path or id of a folder in a model's folder or repository; for the folder '', that of the model."""
+    return f"{os.fspath(name)}/{folder}" if folder else os.fspath(name)
+
+
 def is_local(name: str | os.PathLike) -> bool:
     """Checks whether a name stands for a path, existing or not, rather than for a repository on the Hub."""
     name = os.fspath(name)
@@ -143,8 +161,13 @@ def downloaded(name: str | os.PathLike, what: str = "", allow_patterns: list[str
     from huggingface_hub import errors
 
     try:
+        repository, subfolder = split_id(name)
         others = None if allow_patterns else OTHER_WEIGHTS
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=allow_patterns, ignore_patterns=others))
+        if subfolder:
+            allow_patterns = [f"{subfolder}/{pattern}" for pattern in allow_patterns or ["*"]]
+        return Path(
+            huggingface_hub.snapshot_download(repository, allow_patterns=allow_patterns, ignore_patterns=others), subfolder
+        )
     except (OSError, ValueError, errors.HTTPError) as error:
         raise CheckpointError(
             f"{what}'{name}' is neither a folder nor a Hub repository that can be reached: {reason_of(error)}"
@@ -167,14 +190,14 @@ def absolute(name: str | os.PathLike) -> str:
 
 
 def hub_id(name: str | os.PathLike | None) -> str | None:
-    """Returns a name if it is valid for a repository on the Hub and no such folder exists; else None."""
+    """Returns a name if it is valid for a repository on the Hub, or a folder in one, and no such folder exists; else None."""
     if not isinstance(name, str) or not name or os.path.exists(name):
         return None
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
     try:
-        validate_repo_id(name)
+        validate_repo_id(split_id(name)[0])
     except HFValidationError:
         return None
     return name

@@ -9,15 +9,20 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from hf_ext.errors import CheckpointError, CorruptFileError
+from hf_ext.storage.config_file import read_config
 
+OWN_FOLDER = re.compile(r"\w[\w.-]*")  # names that lead into no other folder
 ADAPTER = "adapter_model.safetensors"  # the weights of a PEFT adapter
 ADAPTER_CONFIG = "adapter_config.json"
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
+PIPELINE = "model_index.json"  # lists the components of a diffusers pipeline, each in a folder of its own
+SINGLE, DIFFUSERS_SINGLE = SINGLES = ("model.safetensors", "diffusion_pytorch_model.safetensors")
+INDEX, DIFFUSERS_INDEX = INDICES = tuple(f"{single}.index.json" for single in SINGLES)
 OURS = ".hf_ext-"  # in the names of temporary files and folders of this package
 MOVING = f"{OURS}moving"  # a folder whose files are moving into the one that it lies in
-MODEL = re.compile(r"(adapter_)?config\.json|.+\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|onnx)")  # files of any model
-WEIGHTS = re.compile(r"model(\.[\w-]+)?(-\d{5}-of-\d{5})?\.safetensors")
+MODEL = re.compile(
+    r"(adapter_)?config\.json|model_index\.json|.+\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|onnx)"
+)  # files of any model
+WEIGHTS = re.compile(r"(diffusion_pytorch_)?model(\.[\w-]+)?(-\d{5}-of-\d{5}(\.[\w-]+)?)?\.safetensors")
 
 
 def select_weights(folder: Path, adapter: bool = False) -> list[Path]:
@@ -30,10 +35,11 @@ def select_weights(folder: Path, adapter: bool = False) -> list[Path]:
         CheckpointError: there are no weights, or an interrupted command left some of them elsewhere.
     """
     _require_complete(folder)
-    if (folder / SINGLE).exists():
-        return [folder / SINGLE]
-    if (folder / INDEX).exists():
-        return [folder / shard for shard in read_index(folder / INDEX)]
+    for single, index in zip(SINGLES, INDICES):
+        if (folder / single).exists():
+            return [folder / single]
+        if (folder / index).exists():
+            return [folder / shard for shard in read_index(folder / index)]
     files = weights_or_adapter(folder) if adapter else all_weights(folder)
     if not files:
         raise no_weights(folder)
@@ -47,11 +53,28 @@ def all_weights(folder: Path) -> list[Path]:
         CheckpointError: an interrupted command left some of them elsewhere, or the folder cannot be listed.
     """
     _require_complete(folder)
-    listed = read_index(folder / INDEX) if (folder / INDEX).exists() else []
+    listed = [shard for index in INDICES if (folder / index).exists() for shard in read_index(folder / index)]
     try:
         return sorted(path for path in folder.iterdir() if WEIGHTS.fullmatch(path.name) or path.name in listed)
     except OSError as error:
         raise CheckpointError(f"{folder} could not be listed: {error.strerror}.") from error
+
+
+def models_in(folder: Path) -> list[str]:
+    """Returns the folders of models in a folder, relative to it: the components with weights of a diffusers pipeline, or '' for
+    one model.
+
+    Raises:
+        CheckpointError: no component has safetensors weights.
+        CorruptFileError: the list of components is damaged.
+    """
+    if not os.path.lexists(folder / PIPELINE):
+        return [""]
+    _require_complete(folder)
+    names = sorted(name for name in read_config(folder / PIPELINE) if OWN_FOLDER.fullmatch(name) and (folder / name).is_dir())
+    if models := [name for name in names if all_weights(folder / name)]:
+        return models
+    raise CheckpointError(f"{folder} is a diffusers pipeline, and none of its components holds safetensors weights.")
 
 
 def weights_or_adapter(folder: Path) -> list[Path]:
@@ -84,6 +107,8 @@ def weights_instead(folder: Path) -> str | None:
             "compress the model that the adapter makes, merge it into its base (merge_and_unload), save that, and give its "
             "folder."
         )
+    if (folder / PIPELINE).exists():
+        return f"holds a diffusers pipeline. Give the folder of one component, such as {folder / 'unet'}."
     if any(folder.glob("*.gguf")):
         return (
             "holds GGUF weights, not safetensors. Load it with from_pretrained(folder, gguf_file=…), save the model again, and "
@@ -109,17 +134,20 @@ def read_index(path: Path) -> list[str]:
 
 
 def save_of(path: Path) -> str:
-    """Returns the common start of the names of a checkpoint's shards and its single file: `model`, or `model.fp16` for a
+    """Returns the common part of the names of a checkpoint's shards and its single file: `model`, or `model.fp16` for a
     variant."""
-    return re.sub(r"(-\d{5}-of-\d{5})?\.safetensors$", "", path.name)
+    return re.sub(r"-\d{5}-of-\d{5}|\.safetensors$", "", path.name)
 
 
 def replaced_weights(files: Iterable[Path], target: Path) -> set[Path]:
-    """Returns the weights of `target` that belong to the same save as weights in `files`, and their indices."""
-    saves = {save_of(path) for path in files if WEIGHTS.fullmatch(str(path))}
-    indices = {Path(INDEX.replace(".json", save.removeprefix("model") + ".json")) for save in saves}
-    weights = {Path(path.name) for path in target.glob("*.safetensors") if WEIGHTS.fullmatch(path.name)}
-    return {path for path in weights if save_of(path) in saves} | {path for path in indices if (target / path).exists()}
+    """Returns the weights of `target` that belong to the same save as weights in `files`, and their indices. All paths are
+    relative."""
+    saves = {path.with_name(save_of(path)) for path in files if WEIGHTS.fullmatch(path.name)}
+    names = ((save.parent, *save.name.partition(".")) for save in saves)
+    indices = {folder / f"{stem}.safetensors.index{dot}{variant}.json" for folder, stem, dot, variant in names}
+    listed = [path.relative_to(target) for save in saves for path in (target / save.parent).glob("*.safetensors")]
+    weights = {path for path in listed if WEIGHTS.fullmatch(path.name) and path.with_name(save_of(path)) in saves}
+    return weights | {path for path in indices if (target / path).exists()}
 
 
 def shard_sets(paths: list[Path]) -> list[list[Path]]:
@@ -128,10 +156,11 @@ def shard_sets(paths: list[Path]) -> list[list[Path]]:
     A folder may hold a model whole and in shards, and variants of it. A set is what the index lists, or the files whose names
     differ only by their number.
     """
-    index = paths[0].parent / INDEX
-    listed = read_index(index) if index.exists() else []
+    indices = [paths[0].parent / index for index in INDICES]
+    listed = {shard: index.name for index in indices if index.exists() for shard in read_index(index)}
     sets: dict[str, list[Path]] = {}
     for path in paths:
-        key = INDEX if path.name in listed else re.sub(r"-\d+(-of-\d+\.safetensors)$", r"\1", path.name)
+        key = listed.get(path.name) or re.sub(r"-\d{5}(-of-\d{5})", r"\1", path.name)
         sets.setdefault(key, []).append(path)
-    return [sets[key] for key in sorted(sets, key=lambda key: {SINGLE: 0, INDEX: 1}.get(key, 2))]
+    first = [*SINGLES, *INDICES]
+    return [sets[key] for key in sorted(sets, key=lambda key: first.index(key) if key in first else len(first))]

@@ -13,7 +13,7 @@ from hf_ext.storage.checkpoint import Checkpoint
 from hf_ext.storage.config_file import storage_settings
 from hf_ext.storage.delta.file import KEY, CompressedFile, check_shards
 from hf_ext.storage.delta.source import PARTS_OF, SEVERAL_MODELS, DeltaCheckpoint
-from hf_ext.storage.hub import HUB, Hub, absolute, snapshot_of
+from hf_ext.storage.hub import HUB, Hub, absolute, snapshot_of, within
 from hf_ext.storage.layout import no_weights, shard_sets, weights_or_adapter
 from hf_ext.storage.safetensors_file import SafetensorsFile
 from hf_ext.storage.source import NoBase, TensorSource
@@ -57,6 +57,26 @@ def open_checkpoint(
         return checkpoint
     files = _open_shards(checkpoint.files)
     return DeltaCheckpoint(files, open_base(files, None if base is None else absolute(base), None, hub, checkpoint), checkpoint)
+
+
+def open_counterpart(base: str | os.PathLike, place: str, revision: str | None = None) -> Checkpoint | DeltaCheckpoint:
+    """Opens a base, or the component of a base that is a diffusers pipeline.
+
+    Args:
+        place: name of the component; '' for the whole base.
+
+    Raises:
+        BaseModelError: see `open_checkpoint`; or the base lacks the component.
+    """
+    try:
+        return open_checkpoint(within(base, place), revision)
+    except BaseModelError as error:
+        if not place:
+            raise
+        raise BaseModelError(
+            f"The base {base} has no component '{place}' that can be read. Give a pipeline that has it, or compress the other "
+            f"components' folders one by one. {error}"
+        ) from error
 
 
 def open_plain(name: str | os.PathLike, revision: str | None = None) -> Checkpoint:
