@@ -1,6 +1,6 @@
-"""Adds this package's entries to the registries of Transformers and PEFT. No other module does; nothing is replaced.
+"""Adds this package's entries to the registries of Transformers, PEFT and diffusers. No other module does; nothing is replaced.
 
-`import hf_ext` must stay light, so it imports neither library. A library that is imported already gets its entries at once, any
+`import hf_ext` must stay light, so it imports none of them. A library that is imported already gets its entries at once, any
 other one when its import is done. Each entry stands alone: where the classes of a method cannot be imported, classes in their
 place say what is missing when the method is used.
 """
@@ -23,12 +23,13 @@ UNI_MED = "hf_ext.uni_med.modeling_uni_med"  # imported with the first configura
 
 
 def register() -> None:
-    """Makes Transformers and PEFT know the methods of this package. Calling it again does nothing."""
+    """Makes Transformers, PEFT and diffusers know the methods of this package. Calling it again does nothing."""
     if any(isinstance(finder, _ImportWatcher) for finder in sys.meta_path):
         return
     watcher = _ImportWatcher()
     sys.meta_path.insert(0, watcher)
     watcher.after(["transformers.quantizers.auto"], _add_quantizers)
+    watcher.after(["diffusers.quantizers.auto"], _add_diffusers_quantizer)
     watcher.after(["peft", MODELS], _add_peft_types)
     watcher.after([f"{AUTO}.configuration_auto"], _add_config)
     watcher.after([f"{AUTO}.modeling_auto", MODELS, UNI_MED], _add_model)
@@ -42,7 +43,7 @@ class _ImportWatcher(MetaPathFinder):
     A function waits until no import of the watched packages is under way, so that it never meets a half-imported module.
     """
 
-    PACKAGES = ("hf_ext", "peft", "transformers")
+    PACKAGES = ("diffusers", "hf_ext", "peft", "transformers")
 
     def __init__(self) -> None:
         self._waiting: list[tuple[tuple[str, ...], Callable[[], None]]] = []
@@ -107,6 +108,15 @@ def _add_quantizers() -> None:
             register_quantization_config(package)(_imported(f"{package}.config", f"{name}Config", QuantizationConfigMixin))
         if package not in AUTO_QUANTIZER_MAPPING:
             register_quantizer(package)(_imported(f"{package}.quantizer", f"{name}Quantizer", HfQuantizer))
+
+
+def _add_diffusers_quantizer() -> None:
+    from diffusers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
+
+    from hf_ext.integration.diffusers import CompressedConfig, CompressedQuantizer
+
+    AUTO_QUANTIZATION_CONFIG_MAPPING.setdefault(CompressedConfig.quant_method, CompressedConfig)
+    AUTO_QUANTIZER_MAPPING.setdefault(CompressedConfig.quant_method, CompressedQuantizer)
 
 
 def _add_peft_types() -> None:

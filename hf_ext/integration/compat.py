@@ -248,16 +248,29 @@ def requested_quantization() -> Any:
     return (variables_of_caller(AutoHfQuantizer, "merge_quantization_configs") or {}).get("quantization_config_from_args")
 
 
-def hub_settings() -> Hub:
+def hub_settings(owner: type | None = None) -> Hub:
     """Returns `token`, `cache_dir` and `local_files_only` of the `from_pretrained` that loads a model at this moment.
 
-    Transformers hands them to no quantizer. Where its variables have other names, the base is looked up with the settings of
-    the environment (HF_TOKEN, HF_HUB_CACHE, HF_HUB_OFFLINE).
-    """
-    from transformers import PreTrainedModel
+    Neither Transformers nor diffusers hands them to a quantizer. Where their variables have other names, the base is looked up
+    with the settings of the environment (HF_TOKEN, HF_HUB_CACHE, HF_HUB_OFFLINE).
 
-    variables = variables_of_caller(PreTrainedModel, "from_pretrained") or {}
+    Args:
+        owner: class of that `from_pretrained`; defaults to `PreTrainedModel`.
+    """
+    if owner is None:
+        from transformers import PreTrainedModel as owner
+
+    variables = variables_of_caller(owner, "from_pretrained") or {}
     return Hub(**{name: variables[name] for name in Hub._fields if name in variables})
+
+
+def forget_quantization(model: Any) -> None:
+    """Makes diffusers treat a model that is about to be loaded as an ordinary one: it keeps no `quantization_config`. Where its
+    attributes have other names, a saved copy of the model has that entry, and loads with a warning."""
+    vars(model).pop("is_quantized", None)
+    vars(model).pop("quantization_method", None)
+    if (config := getattr(model, "_internal_dict", None)) is not None:
+        model._internal_dict = type(config)({key: value for key, value in config.items() if key != "quantization_config"})
 
 
 def loads_weights_later() -> bool:

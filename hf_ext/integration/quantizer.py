@@ -155,13 +155,8 @@ class DecodingQuantizer(HfQuantizer):
         try:
             self.source = self.open(model, files)
         except CorruptFileError:
-            if not _are_plain(files):
-                raise
+            warn_of_plain_weights(files)
             self.holds_plain_weights = True
-            logger.warning(
-                f"The weights in {files[0].parent} are plain, although its config.json says that they are compressed. They are "
-                "loaded as they are. To correct the folder, remove `quantization_config` from its config.json."
-            )
 
     def _load_together(self, model: PreTrainedModel) -> None:
         """Loads plain files that the first process of each node decodes for the others.
@@ -296,11 +291,17 @@ class DecodingQuantizer(HfQuantizer):
         return True
 
 
-def _are_plain(files: list[Path]) -> bool:
-    """Checks whether files of a folder that claims to be compressed hold plain weights, as of a model that was made with the
-    configuration of a compressed checkpoint. Payloads are bytes, so damaged metadata does not make them plain."""
+def warn_of_plain_weights(files: list[Path]) -> None:
+    """Warns that files of a folder that claims to be compressed hold plain weights, as of a model that was made with the
+    configuration of a compressed checkpoint. If they do not, raises the error that is being handled. Payloads are bytes, so
+    damaged metadata does not make them plain."""
     headers = [SafetensorsFile(path) for path in files]
-    return not any(KEY in header.metadata or "U8" in {entry.dtype for entry in header.entries.values()} for header in headers)
+    if any(KEY in header.metadata or "U8" in {entry.dtype for entry in header.entries.values()} for header in headers):
+        raise
+    logger.warning(
+        f"The weights in {files[0].parent} are plain, although its config.json says that they are compressed. They are "
+        "loaded as they are. To correct the folder, remove `quantization_config` from its config.json."
+    )
 
 
 @cache  # looking the version up takes a millisecond

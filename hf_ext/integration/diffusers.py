@@ -1,0 +1,117 @@
+"""Loading with diffusers: `quant_method` in a model's config.json makes it call a quantizer, and the one here decodes weights.
+
+diffusers hands each file's tensors to the quantizer before it checks their shapes. The loaded model is an ordinary one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import ModelMixin
+from diffusers.quantizers.base import DiffusersQuantizer
+
+from hf_ext.errors import CheckpointError, CorruptFileError
+from hf_ext.integration import compat, versions
+from hf_ext.integration.quantizer import DecodingConfig, warn_of_plain_weights
+from hf_ext.storage.config_file import FM_DELTA
+from hf_ext.storage.delta.source import payload_name
+from hf_ext.storage.open import open_delta
+from hf_ext.storage.prefetch import Prefetcher
+from hf_ext.storage.source import TensorSource
+
+HOOKS = ("maybe_update_loaded_keys", "maybe_update_state_dict")  # which diffusers calls from version 0.39 on
+
+
+class Method(str):
+    """The name of a quantization method, as a member of diffusers' enumeration has it."""
+
+    @property
+    def value(self) -> str:
+        return str(self)
+
+
+class CompressedConfig(DecodingConfig):
+    """The `quantization_config` of a compressed diffusers model. See `DecodingConfig` for its arguments."""
+
+    quant_method = Method(FM_DELTA)
+
+
+class CompressedQuantizer(DiffusersQuantizer):
+    """Decodes a compressed checkpoint while `from_pretrained` of a diffusers model loads it.
+
+    Raises:
+        BaseModelError: from `from_pretrained`, as the errors below: the base is missing, or is another model than the
+            checkpoint was compressed against.
+        CorruptFileError: a file is damaged, missing, from another save or from a newer version.
+        CheckpointError: this version of diffusers does not call a quantizer where weights can be decoded.
+    """
+
+    quantization_config: CompressedConfig
+    use_keep_in_fp32_modules = True  # as without a quantizer
+    source: TensorSource | None = None
+
+    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        if not (self.pre_quantized and all(hasattr(DiffusersQuantizer, hook) for hook in HOOKS)):
+            raise CheckpointError(
+                f"Loading this checkpoint requires diffusers>=0.39 (found {versions.installed('diffusers')}), or a newer "
+                "hf_ext if diffusers has changed since. Or: run `hf-ext decompress` on the checkpoint first."
+            )
+
+    def maybe_update_loaded_keys(self, loaded_keys: list[str], checkpoint_files: list[str]) -> list[str]:
+        files, config = [Path(file) for file in checkpoint_files], self.quantization_config
+        try:
+            self.source = open_delta(files, config.base, config.revision, compat.hub_settings(ModelMixin))
+        except CorruptFileError:
+            warn_of_plain_weights(files)
+        return loaded_keys
+
+    def maybe_update_state_dict(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return state_dict if self.source is None else Decoded(state_dict, self.source)
+
+    def _process_model_before_weight_loading(self, model: ModelMixin, **kwargs: Any) -> None:
+        compat.forget_quantization(model)
+
+    def _process_model_after_weight_loading(self, model: ModelMixin, **kwargs: Any) -> ModelMixin:
+        self.source = None
+        return model
+
+    def _dequantize(self, model: ModelMixin) -> ModelMixin:
+        return model
+
+    def get_cuda_warm_up_factor(self) -> int:
+        return 2  # as without a quantizer
+
+    @property
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+
+class Decoded(dict[str, torch.Tensor]):
+    """A state dict whose tensors are decoded when they are read, some ahead.
+
+    Args:
+        payloads: the tensors of one file, which are payloads.
+        source: decodes them by the names in them: diffusers may have renamed the keys.
+    """
+
+    def __init__(self, payloads: dict[str, torch.Tensor], source: TensorSource):
+        super().__init__(payloads)
+        self._names = {key: payload_name(payload) for key, payload in payloads.items()}
+        self._tensors = Prefetcher(source.read, {name: source.entry(name).nbytes for name in self._names.values()})
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        return self._tensors.result(self._names[key]).to_torch()
+
+    def items(self) -> Iterator[tuple[str, torch.Tensor]]:  # type: ignore[override]
+        return ((key, self[key]) for key in self)
