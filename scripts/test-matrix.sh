@@ -9,7 +9,7 @@
 # day); and `storage`, without Transformers and PEFT, where test modules that need these cannot be imported and count as absent.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-hosts='transformers|tokenizers|peft|accelerate|huggingface_hub|torch|setuptools'
+hosts='diffusers|transformers|tokenizers|peft|accelerate|huggingface_hub|torch|setuptools'
 mkdir -p build/matrix
 
 storage() {

@@ -40,7 +40,7 @@ class EMRQuantizer(DecodingQuantizer):
         self.plan: list[Loaded] = []
 
     def open(self, model: PreTrainedModel, files: list[Path]) -> TensorSource:
-        settings, hub = self.quantization_config, compat.hub_settings()
+        settings, hub = self.quantization_config, compat.hub_settings(PreTrainedModel)
         self.merged = open_merge(files[0].parent, settings.base, settings.revision, hub)
         return _FirstTask(self.merged)
 

@@ -59,6 +59,10 @@ def open_task(name: str, task: Task, base: TensorSource, scratch: Path) -> TaskM
         config = read_config(folder / CONFIG)
         if not config:
             raise CheckpointError(f"Task '{name}': {folder} has no config.json.")
+        if "_class_name" in config:
+            raise CheckpointError(
+                f"Task '{name}': {folder} is a model of diffusers, which has no tasks. `hf-ext compress` can store it."
+            )
         tensors = open_checkpoint(folder)
         quantized = config.pop("quantization_config", None)
         method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized

@@ -10,7 +10,7 @@ from hf_ext.errors import CheckpointError
 from hf_ext.fm_delta.folder import ADDED_CARD, ModelFolder, card_record
 from hf_ext.fm_delta.restore import decode_all
 from hf_ext.integration.cards import CARD, class_of, has_card, write_card
-from hf_ext.storage.config_file import CONFIG, FM_DELTA, storage_settings
+from hf_ext.storage.config_file import CONFIG, FM_DELTA, read_config, storage_settings
 from hf_ext.storage.delta import DEFAULT_LEVEL
 from hf_ext.storage.delta.file import KEY
 from hf_ext.storage.delta.source import PARTS_OF, RestoredFile
@@ -107,7 +107,8 @@ def write_with_card(
         settings, alone = storage_settings(out), isinstance(base, NoBase)
         figures = {"alone": alone, "revision": settings["revision"], "model_class": class_of(out)}
         bases = [] if alone else [settings["base"]]
-        write_card(out, "fm_delta", bases, "finetune", target=target, tags=["fm-delta"], **figures)
+        library = "diffusers" if "_class_name" in read_config(out / CONFIG) else "transformers"
+        write_card(out, "fm_delta", bases, "finetune", target=target, tags=["fm-delta"], library=library, **figures)
 
 
 def is_compressed(folder: Path) -> bool:

@@ -24,4 +24,5 @@ class FMDeltaQuantizer(DecodingQuantizer):
     advice = "Run `hf-ext decompress` on the checkpoint first."
 
     def open(self, model: PreTrainedModel, files: list[Path]) -> DeltaCheckpoint:
-        return open_delta(files, self.quantization_config.base, self.quantization_config.revision, compat.hub_settings())
+        settings, hub = self.quantization_config, compat.hub_settings(PreTrainedModel)
+        return open_delta(files, settings.base, settings.revision, hub)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from huggingface_hub import CommitInfo
 from safetensors import SafetensorError
-from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from hf_ext.errors import CheckpointError
@@ -19,7 +18,7 @@ from hf_ext.fm_delta.folder import ModelFolder
 from hf_ext.integration import versions
 from hf_ext.integration.cards import CARD, has_card
 from hf_ext.integration.in_place import require_plain
-from hf_ext.integration.save_hooks import PushToHub, Saving
+from hf_ext.integration.save_hooks import PushToHub, Saving, is_diffusers_model
 from hf_ext.storage.config_file import is_merge
 from hf_ext.storage.delta.codec import decode_raw
 from hf_ext.storage.delta.payload import is_payload, read_header
@@ -32,15 +31,17 @@ from hf_ext.storage.source import TensorSource
 
 logger = logging.get_logger(__name__)
 
+Model = TypeVar("Model", bound=torch.nn.Module)
 
-def enable(model: PreTrainedModel, base: str | os.PathLike, revision: str | None = None) -> PreTrainedModel:
+
+def enable(model: Model, base: str | os.PathLike, revision: str | None = None) -> Model:
     """Makes a model save compressed checkpoints: in `save_pretrained`, in `push_to_hub`, and in Trainer.
 
     Changes only this object (three attributes of the instance); `disable` undoes it. The model's `load_state_dict` then reads
     compressed weights too, so that Trainer can resume and load its best model.
 
     Args:
-        model: any PreTrainedModel that is not quantized.
+        model: any PreTrainedModel, or model of diffusers (a component of a pipeline), that is not quantized.
         base: folder or Hub id of the model that it is fine-tuned from. Whoever loads a pushed checkpoint needs access to it.
         revision: branch, tag or commit of the base on the Hub; the commit it leads to is recorded.
 
@@ -51,17 +52,26 @@ def enable(model: PreTrainedModel, base: str | os.PathLike, revision: str | None
         BaseModelError: the base cannot be read.
         CheckpointError: the model is quantized, or the base is at the end of a long chain of compressed checkpoints.
     """
-    versions.require("Saving compressed checkpoints", "transformers>=5.16.1", advice="save the model, then `hf-ext compress`.")
-    require_plain(model, "enable", "For PEFT, pass get_base_model().", "can be compressed")
+    is_of_diffusers = is_diffusers_model(model)
+    if not is_of_diffusers:
+        versions.require(
+            "Saving compressed checkpoints", "transformers>=5.16.1", advice="save the model, then `hf-ext compress`."
+        )
+        require_plain(
+            model, "enable", "Of PEFT, pass get_base_model(); of a diffusers pipeline, a component.", "can be compressed"
+        )
+    elif getattr(model, "is_quantized", False):
+        raise CheckpointError("This model is quantized; only plain weights can be compressed.")
     attach(model, base, revision, lambda checkpoint: CompressedSaving(model, checkpoint))
     if hasattr(model, "active_task"):
         logger.warning(f"Of the merge, only the active task is saved then; now it is '{model.active_task}'.")
-    model.push_to_hub = PushToHub(model)
+    if not is_of_diffusers:  # diffusers' own uploads what `save_pretrained` writes
+        vars(model)["push_to_hub"] = PushToHub(model)
     return model
 
 
 def attach(
-    model: PreTrainedModel,
+    model: Any,
     base: str | os.PathLike,
     revision: str | None,
     saving_for: Callable[[TensorSource], CompressedSaving],
@@ -86,7 +96,7 @@ def saving_of(model: object) -> CompressedSaving | None:
     return saving if isinstance(saving, CompressedSaving) else None
 
 
-def disable(model: PreTrainedModel) -> PreTrainedModel:
+def disable(model: Model) -> Model:
     """Makes an enabled model save plain checkpoints again. Returns the same model."""
     if saving := saving_of(model):
         del model.save_pretrained
@@ -99,7 +109,7 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
 class CompressedSaving(Saving):
     """Saves with the method of the model's class, then compresses the weights."""
 
-    def __init__(self, model: PreTrainedModel, base: TensorSource):
+    def __init__(self, model: Any, base: TensorSource):
         super().__init__(model)
         self.base = base.name
         self.revision = base.revision

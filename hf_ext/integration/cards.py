@@ -67,7 +67,7 @@ def write_card(
         **_license_of(bases),
     }
     data = ModelCardData(**metadata)
-    figures = {"plugin": plugin(), "base": name_in_text(bases[0]) if bases else None} | figures
+    figures = {"plugin": plugin(), "library": library, "base": name_in_text(bases[0]) if bases else None} | figures
     card = ModelCard.from_template(data, template_str=_template(template), **figures)
     write_atomically(folder / CARD, card.save)
     return True

@@ -248,18 +248,15 @@ def requested_quantization() -> Any:
     return (variables_of_caller(AutoHfQuantizer, "merge_quantization_configs") or {}).get("quantization_config_from_args")
 
 
-def hub_settings(owner: type | None = None) -> Hub:
+def hub_settings(owner: type) -> Hub:
     """Returns `token`, `cache_dir` and `local_files_only` of the `from_pretrained` that loads a model at this moment.
 
     Neither Transformers nor diffusers hands them to a quantizer. Where their variables have other names, the base is looked up
     with the settings of the environment (HF_TOKEN, HF_HUB_CACHE, HF_HUB_OFFLINE).
 
     Args:
-        owner: class of that `from_pretrained`; defaults to `PreTrainedModel`.
+        owner: class of that `from_pretrained`.
     """
-    if owner is None:
-        from transformers import PreTrainedModel as owner
-
     variables = variables_of_caller(owner, "from_pretrained") or {}
     return Hub(**{name: variables[name] for name in Hub._fields if name in variables})
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,12 +20,19 @@ from hf_ext.integration.cards import CARD, add_tags
 HUB_OPTIONS = ("repo_id", "private", "revision", "commit_message", "commit_description", "create_pr")
 
 
+def is_diffusers_model(model: object) -> bool:
+    """Checks whether a model is one of diffusers, without importing that."""
+    return (diffusers := sys.modules.get("diffusers")) is not None and isinstance(model, diffusers.ModelMixin)
+
+
 class Saving(ABC):
     """Replaces `save_pretrained` of one model, with the same signature. A plain object, so that copies and pickles of the model
     keep it."""
 
     def __init__(self, model: PreTrainedModel):
         self.model = model
+        # A pipeline of diffusers passes only options that it finds here.
+        self.__signature__ = inspect.signature(type(model).save_pretrained)
 
     def __call__(
         self,
@@ -34,7 +43,10 @@ class Saving(ABC):
         **kwargs: Any,
     ) -> None:
         kwargs |= {"is_main_process": is_main_process, "state_dict": state_dict}
-        if not self.model.should_save_on_this_rank(is_main_process):
+        is_saved_here = (
+            is_main_process if is_diffusers_model(self.model) else self.model.should_save_on_this_rank(is_main_process)
+        )
+        if not is_saved_here:
             # This process only helps to gather the weights.
             with TemporaryDirectory() as nowhere:
                 self.plain_save(nowhere, **kwargs)
@@ -70,7 +82,7 @@ class Saving(ABC):
         repo_id = api.create_repo(repo_id or folder.name, private=private, exist_ok=True).repo_id
         if revision is not None and not create_pr:
             api.create_branch(repo_id, branch=revision, exist_ok=True)
-        tags = [*(self.model.model_tags or []), *tags]
+        tags = [*(getattr(self.model, "model_tags", None) or []), *tags]
         if tags and CARD in names:
             add_tags(folder, tags)
         card = [] if api.file_exists(repo_id, CARD, revision=revision) else [CARD]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Set
 from pathlib import Path
 
 from hf_ext.errors import CheckpointError, CorruptFileError
@@ -139,10 +139,11 @@ def save_of(path: Path) -> str:
     return re.sub(r"-\d{5}-of-\d{5}|\.safetensors$", "", path.name)
 
 
-def replaced_weights(files: Iterable[Path], target: Path) -> set[Path]:
+def replaced_weights(files: Set[Path], target: Path) -> set[Path]:
     """Returns the weights of `target` that belong to the same save as weights in `files`, and their indices. All paths are
-    relative."""
-    saves = {path.with_name(save_of(path)) for path in files if WEIGHTS.fullmatch(path.name)}
+    relative. Looks into folders below only for a pipeline."""
+    depth = 2 if Path(PIPELINE) in files else 1
+    saves = {path.with_name(save_of(path)) for path in files if WEIGHTS.fullmatch(path.name) and len(path.parts) <= depth}
     names = ((save.parent, *save.name.partition(".")) for save in saves)
     indices = {folder / f"{stem}.safetensors.index{dot}{variant}.json" for folder, stem, dot, variant in names}
     listed = [path.relative_to(target) for save in saves for path in (target / save.parent).glob("*.safetensors")]
