@@ -57,9 +57,8 @@ def enable(model: Model, base: str | os.PathLike, revision: str | None = None) -
         versions.require(
             "Saving compressed checkpoints", "transformers>=5.16.1", advice="save the model, then `hf-ext compress`."
         )
-        require_plain(
-            model, "enable", "Of PEFT, pass get_base_model(); of a diffusers pipeline, a component.", "can be compressed"
-        )
+        advice = "Of PEFT, pass get_base_model(); of a SentenceTransformer, model[0].auto_model; of a pipeline, a component."
+        require_plain(model, "enable", advice, "can be compressed")
     elif getattr(model, "is_quantized", False):
         raise CheckpointError("This model is quantized; only plain weights can be compressed.")
     attach(model, base, revision, lambda checkpoint: CompressedSaving(model, checkpoint))

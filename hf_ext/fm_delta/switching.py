@@ -86,7 +86,8 @@ def switch(
 
 def _require_own_weights(model: PreTrainedModel) -> None:
     """Raises CheckpointError if a model is a merge, quantized, or has adapters inside."""
-    require_plain(model, "switch", "For a PeftModel, call unload().", "can be switched. Load the other model instead")
+    advice = "For a PeftModel, call unload(); for a SentenceTransformer, pass model[0].auto_model."
+    require_plain(model, "switch", advice, "can be switched. Load the other model instead")
     if hasattr(model, "set_task"):
         raise CheckpointError("This model is a merge of several tasks. Switch between them with model.set_task(name).")
     if any(hasattr(module, "base_layer") or hasattr(module, "original_module") for module in model.modules()):

@@ -32,15 +32,15 @@ def lock_of(model: torch.nn.Module) -> RLock:
         return _locks.setdefault(model, RLock())
 
 
-def require_plain(model: object, function: str, peft: str, purpose: str) -> None:
+def require_plain(model: object, function: str, advice: str, purpose: str) -> None:
     """Raises CheckpointError, naming the function, unless this is a Transformers model with plain weights.
 
     Args:
-        peft: advice for a PeftModel.
+        advice: for a model that holds a PreTrainedModel.
         purpose: the reason why the weights must be plain, as in "can be compressed".
     """
     if not isinstance(model, PreTrainedModel):
-        raise CheckpointError(f"{function} takes a Transformers PreTrainedModel, not a {type(model).__name__}. {peft}")
+        raise CheckpointError(f"{function} takes a Transformers PreTrainedModel, not a {type(model).__name__}. {advice}")
     forget_encoding(model.config)  # of a model that was made from the config.json of a compressed checkpoint
     if getattr(model, "hf_quantizer", None) is not None or getattr(model.config, "quantization_config", None) is not None:
         raise CheckpointError(f"This model is quantized; only plain weights {purpose}.")

@@ -31,6 +31,7 @@ from tiny_models import (
     perturb,
     qwen_moe,
     t5,
+    tokenizer,
 )
 from transformers import (
     AutoConfig,
@@ -609,3 +610,26 @@ def test_without_the_plugin_every_load_fails_loudly(folder_of):
     ]
     outcomes, printed = loads_without_plugin(*targets)
     assert outcomes == ["RuntimeError"] * len(targets) and "got hf_ext.fm_delta" in printed
+
+
+def test_sentence_transformers_load_and_save_compressed_folders(tmp_path):
+    SentenceTransformer = pytest.importorskip("sentence_transformers").SentenceTransformer
+    bert().bert.save_pretrained(tmp_path / "base")
+    perturb(bert()).bert.save_pretrained(tmp_path / "tuned")
+    for folder in ("base", "tuned"):
+        tokenizer().save_pretrained(tmp_path / folder)
+    plain = SentenceTransformer(str(tmp_path / "tuned"))
+    plain.save(str(tmp_path / "tuned"))
+    fm_delta.compress_checkpoint(tmp_path / "tuned", tmp_path / "base", tmp_path / "small", level=1)
+    model = SentenceTransformer(str(tmp_path / "small"))
+    assert_same_weights(model, plain)
+    for function in (fm_delta.enable, fm_delta.switch):
+        with pytest.raises(CheckpointError, match=r"not a SentenceTransformer\. .*model\[0\]\.auto_model"):
+            function(model, tmp_path / "base")
+    fm_delta.enable(model[0].auto_model, tmp_path / "base")
+    model.save(str(tmp_path / "again"))
+    assert "hf_ext" in (tmp_path / "again/config.json").read_text()
+    again = SentenceTransformer(str(tmp_path / "again"))
+    assert_same_weights(again, plain)
+    fm_delta.switch(again[0].auto_model, tmp_path / "base")
+    assert_same_weights(again[0].auto_model, AutoModel.from_pretrained(tmp_path / "base"))
