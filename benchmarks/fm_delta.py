@@ -27,6 +27,7 @@ from sections.pairs import QUANTIZED, Pair, all_ours, compress_checked, load_pai
 from sections.peers import Peer, all_peers, zstd_xor_planes
 from sections.scale import SHAPES, scale
 from sections.switching import switching
+from sections.xet import xet
 from transformers import AutoModel
 from transformers import AutoModelForSequenceClassification as Classifier
 from transformers.utils import logging
@@ -244,7 +245,7 @@ def in_each_type(section: Callable[[argparse.Namespace, str], dict]) -> Callable
 
 
 TYPED = [size, merged, alone, speed, load, switching, search, series, links, cold]
-WHOLE = [widened, scale, experts, quantized, language_model]
+WHOLE = [widened, scale, experts, quantized, language_model, xet]
 SECTIONS = {section.__name__: in_each_type(section) for section in TYPED} | {section.__name__: section for section in WHOLE}
 
 
@@ -252,7 +253,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=Path, required=True, help="folder made by benchmarks/fine_tunes.py")
     parser.add_argument("--tasks", nargs="+", default=list(FILES), help="all sections but size use only the first")
-    parser.add_argument("--lm", type=Path, help="language_model: folder made by benchmarks/language_model.py")
+    parser.add_argument("--lm", type=Path, help="language_model, xet: folder made by benchmarks/language_model.py")
     parser.add_argument("--dtypes", nargs="+", default=list(TORCH), choices=list(TORCH))
     parser.add_argument("--links", nargs="+", type=float, default=[100, 1000], help="cold: Mbit/s of the link to the Hub")
     parser.add_argument("--disk", type=float, help="links: MB/s of the disk, if it is not to be measured")

@@ -2,11 +2,12 @@
 
 A `Peer` works on one tensor given as its bit patterns (uint32 for fp32, uint16 for bf16 and fp16, uint8 for fp8 and int8)
 and on the bit patterns of its base of the same shape, never empty, and may be called from several threads. Only our codec, zstd
-and zipnn are fit for one-byte types. Install the peers with ``pip install zstandard zipnn pcodec z4ai glyd lmzip``; the last
-three are optional, and so is fm-delta, see `fm_delta`.
+and zipnn are fit for one-byte types. Install the peers with ``pip install zstandard zipnn pcodec z4ai``; the last is
+optional, and so is fm-delta, see `fm_delta`.
 
-Left out: reminis, which works on SQLite databases of whole models; and bigsmall, which works on files, at 1 to 10 MB a second,
-and is not under an open-source license.
+Left out: glyd, several times larger with a base; lmzip, which uses none; reminis, which works on SQLite databases of whole
+models; bigsmall, which works on files, at 1 to 10 MB a second, and is not under an open-source license; hexz, whose Python
+package (0.8.2) reads archives with a base wrongly; and deltatensors, which is lossy.
 """
 
 import importlib
@@ -15,8 +16,6 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property
-from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 
@@ -169,7 +168,10 @@ def fm_delta() -> Peer | None:
 
 def z4_ai() -> Peer | None:
     """Returns z4ai at its default level, on the XOR with the base if there is one; None if it is not installed."""
-    if (z4ai := _optional("z4ai")) is None:
+    try:
+        import z4ai
+    except ImportError:
+        print("z4ai is left out: pip install z4ai to measure it too.")
         return None
 
     def compress(x, base, dtype):
@@ -184,62 +186,14 @@ def z4_ai() -> Peer | None:
     return Peer("z4ai", compress, decompress)
 
 
-def glyd() -> Peer | None:
-    """Returns glyd's CPU codec at its default level, with or without a base; None if it is not installed. The codec does not
-    take the type."""
-    if (library := _optional("glyd")) is None:
-        return None
-
-    def compress(x, base, dtype):
-        if base is None:
-            return library.compress(x.tobytes(), threads=1)
-        return library.compress_with_base(base.tobytes(), x.tobytes())
-
-    def decompress(blob, base, dtype, shape):
-        data = library.decompress(blob) if base is None else library.decompress_with_base(base.tobytes(), blob)
-        return np.frombuffer(data, WORDS[dtype]).reshape(shape)
-
-    return Peer("glyd", compress, decompress)
-
-
-@dataclass(frozen=True)
-class FilePeer:
-    """A named codec of whole files: ``compress(src, out)`` and ``decompress(src, out)``."""
-
-    name: str
-    compress: Callable[[Path, Path], object]
-    decompress: Callable[[Path, Path], object]
-
-
-def lmzip() -> FilePeer | None:
-    """Returns lmzip on safetensors files, whose headers name the types; None if it is not installed. It uses no base, because
-    it takes differences only within an archive that holds the base too."""
-    if (lmz := _optional("lmz", "lmzip")) is None:
-        return None
-    return FilePeer(
-        "lmzip",
-        lambda src, out: lmz.compress(str(src), str(out), workers=1),
-        lambda src, out: lmz.decompress(str(src), str(out), workers=1),
-    )
-
-
-def _optional(module: str, package: str = "") -> ModuleType | None:
-    """Returns a peer's module, or prints that it is left out."""
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        print(f"{package or module} is left out: pip install {package or module} to measure it too.")
-        return None
-
-
 @cache
 def all_peers() -> list[Peer]:
     """Returns every peer that can run here, fm-delta first."""
-    peers = [fm_delta(), pcodec_delta(), z4_ai(), glyd(), zstd_xor_planes(), zip_nn(), zstd_raw(), memcpy()]
+    peers = [fm_delta(), pcodec_delta(), z4_ai(), zstd_xor_planes(), zip_nn(), zstd_raw(), memcpy()]
     return [peer for peer in peers if peer]
 
 
 @cache
 def without_base() -> list[Peer]:
     """Returns every peer that can run here and compresses a tensor without a base."""
-    return [peer for peer in (zip_nn(), z4_ai(), glyd(), zstd_raw()) if peer]
+    return [peer for peer in (zip_nn(), z4_ai(), zstd_raw()) if peer]
