@@ -26,17 +26,16 @@ def xet(args: argparse.Namespace) -> dict:
     """Returns the bytes of weights that a store gets in addition to the base, as {what: {"plain", "Xet", "ours", …: bytes}}."""
     if args.lm is None:
         raise SystemExit("the section xet needs --lm, the folder that benchmarks/language_model.py makes")
-    results = {}
+    run = sorted(args.pairs.glob(f"{args.tasks[0]}-trainer/checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+    if len(run) < 5:
+        raise SystemExit("the section xet needs checkpoints; make them with benchmarks/fine_tunes.py --save_steps 34")
+    smollm2, results = args.lm / "base", {}
     with tempfile.TemporaryDirectory() as scratch:
-        bases = {"SmolLM2": args.lm / "base", "MiniLM": minilm()}
-        for name, base in bases.items():
-            results[f"{name}, the base"] = added(None, [base], Path(scratch, f"{name}-stores"))
-        for name, tuned in language_models(args.lm, Path(scratch)).items():
-            results[name] = added(bases["SmolLM2"], [tuned], Path(scratch, f"{name}-stores"))
-        run = sorted(args.pairs.glob(f"{args.tasks[0]}-trainer/checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
-        if len(run) < 5:
-            raise SystemExit("the section xet needs checkpoints; make them with benchmarks/fine_tunes.py --save_steps 34")
-        results["five checkpoints"] = added(bases["MiniLM"], run[-5:], Path(scratch, "run-stores"))
+        cases = {"base": (None, [smollm2]), "base of the run": (None, [minilm()])}
+        cases |= {name: (smollm2, tuned) for name, tuned in language_models(args.lm, Path(scratch)).items()}
+        for name, (base, tuned) in (cases | {"five checkpoints of a run": (minilm(), run[-5:])}).items():
+            with tempfile.TemporaryDirectory(dir=scratch) as folder:
+                results[name] = added(base, tuned, Path(folder))
     rows = [
         [name, f"{sizes['plain'] / 1e6:.1f}", *(f"{size / 1e6:.1f} ({100 * size / sizes['plain']:.2f} %)" for size in coded)]
         for name, sizes in results.items()
@@ -46,18 +45,20 @@ def xet(args: argparse.Namespace) -> dict:
     return results
 
 
-def language_models(lm: Path, folder: Path) -> dict[str, Path]:
-    """Returns the fine-tunes of SmolLM2, and two more that are made of the full one: with frozen layers, and with 64 more
-    tokens."""
+def language_models(lm: Path, folder: Path) -> dict[str, list[Path]]:
+    """Returns the fine-tunes of SmolLM2, and two that are made of the full one: with frozen layers, and with 64 more tokens."""
     base, frozen, extended = (AutoModelForCausalLM.from_pretrained(lm / name) for name in ("base", "full", "full"))
     weights = {name: tensor for name, tensor in base.state_dict().items() if re.match(FROZEN, name)}
     frozen.load_state_dict(weights, strict=False)
     set_seed(0)
     extended.resize_token_embeddings(extended.config.vocab_size + 64)
-    made = {"full, frozen layers": frozen, "full, more tokens": extended}
-    for name, model in made.items():
-        model.save_pretrained(folder / name)
-    return {name: lm / name for name in ("full", "lora", "light")} | {name: folder / name for name in made}
+    frozen.save_pretrained(folder / "frozen")
+    extended.save_pretrained(folder / "extended")
+    return {name: [lm / name] for name in ("full", "lora", "light")} | {
+        "frozen layers": [folder / "frozen"],
+        "more tokens": [folder / "extended"],
+        "full, then more tokens": [lm / "full", folder / "extended"],
+    }
 
 
 def added(base: Path | None, tuned: list[Path], folder: Path) -> dict[str, int]:
