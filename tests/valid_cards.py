@@ -22,7 +22,7 @@ def valid_card(folder: Path) -> tuple[ModelCardData, str]:
     for base in bases:
         validate_repo_id(base)
     assert (data.get("base_model_relation") in {"finetune", "adapter", "merge"}) == bool(bases)
-    assert data.library_name in ("transformers", "peft") and data.tags == sorted({*data.tags})
+    assert data.library_name in ("transformers", "diffusers", "peft") and data.tags == sorted({*data.tags})
     assert not re.search(r"\{\{|\{%|%\}|\}\}|None\b|More Information", text)
     assert str(folder.parent) not in str(card) and str(folder.parent.parent) not in str(card)
     assert plugin() in text or "Run `pip install peft`" in text

@@ -20,15 +20,15 @@ from hf_ext.fm_delta.lora_factors import Aim, Changes, Factors
 from hf_ext.fm_delta.lora_report import LayerLora, LoraReport
 from hf_ext.integration.adapter_source import AdapterSource
 from hf_ext.integration.cards import write_card
-from hf_ext.integration.landing import PREFIX, require_loadable
-from hf_ext.integration.lora_layers import LoraLayers, lora_layers
+from hf_ext.integration.landing import require_loadable
+from hf_ext.integration.lora_layers import LoraLayers, Pair, lora_layers
 from hf_ext.storage.checkpoint import Checkpoint
 from hf_ext.storage.config_file import require_unquantized
 from hf_ext.storage.delta.source import DeltaCheckpoint
 from hf_ext.storage.files import require_another_folder, staged_folder
 from hf_ext.storage.guards import require_place
-from hf_ext.storage.hub import downloaded
-from hf_ext.storage.layout import ADAPTER, ADAPTER_CONFIG
+from hf_ext.storage.hub import downloaded, within
+from hf_ext.storage.layout import ADAPTER, ADAPTER_CONFIG, DIFFUSERS_LORA, models_in
 from hf_ext.storage.open import open_checkpoint
 from hf_ext.storage.plain_writer import write_files
 from hf_ext.storage.prefetch import progress
@@ -54,7 +54,8 @@ def extract_lora(
     texts: Sequence[str] | None = None,
     overwrite: bool = False,
 ) -> LoraReport:
-    """Writes a LoRA that approximates the change of a fine-tune, as an adapter that PEFT loads.
+    """Writes a LoRA that approximates the change of a fine-tune, as an adapter that PEFT loads. Of a diffusers model, writes
+    the file that `load_lora_weights` reads; of a pipeline, that of its UNet or transformer.
 
     The leading singular components of a layer's change become its LoRA (randomized subspace iteration: Halko, Martinsson, Tropp
     2011). Heads that the base does not have are in the adapter whole. Memory: a few tensors and the adapter in float32.
@@ -87,14 +88,17 @@ def extract_lora(
     aim, target = Aim(rank, energy, max_size), Path(out)
     require_another_folder(target, [fine_tune, base])
     require_place(target, overwrite or partial(_is_result, target))
-    folder = downloaded(fine_tune)
-    require_unquantized(folder)
-    source: TensorSource = open_checkpoint(folder)
-    prior = _base_of(source, base, revision)
+    pipeline = downloaded(fine_tune)
+    places = models_in(pipeline)
+    place = next((name for name in ("transformer", "unet") if name in places), "")  # to which `load_lora_weights` adds a LoRA
+    folder = pipeline / place
+    source, prior = _open(pipeline, place, base, revision)
     require_another_folder(target, [folder, *source.paths, *prior.paths])
     if (folder / ADAPTER_CONFIG).exists():  # beside the model that it belongs to: from_pretrained loads both
         source = AdapterSource(folder, source)
     parts = lora_layers(folder, source, prior)
+    if modules_to_save and parts.library == "diffusers":
+        raise HfExtError("modules_to_save=True is not supported: diffusers loads no norms and embeddings with a LoRA.")
     tokens = None if texts is None else _tokens(folder, parts, texts)
     changes = Changes(source, prior, parts.layers | parts.others, parts.layers)
     if not parts.layers:
@@ -132,10 +136,22 @@ def extract_lora(
             "there is nothing to extract."
         )
     omitted = {name: change for name, change in changed.items() if name in parts.others}
+    for other in (name for name in places if name != place):
+        sources = _open(pipeline, other, base, revision)
+        pairs = {name: Pair(name, name if name in sources[1] else "") for name in sources[0].names()}
+        changes = Changes(*sources, pairs, ())
+        omitted |= {f"{other}.{name}": change for name, change in changes.energies(pairs).items()}
     size = sum(source.entry(name).nbytes for name in source.names())
     report = LoraReport([], 0, size, parts.carried, omitted, added_tokens=added, resize=resize)
-    report = _write(parts, factors, state, prior.name, target, report, fitting, overwrite)
+    report = _write(parts, factors, state, prior.name.removesuffix(f"/{place}"), target, report, fitting, overwrite)
     return report if tokens is None else replace(report, losses=_losses(folder, prior, target, tokens, resize))
+
+
+def _open(folder: Path, place: str, base: str | os.PathLike | None, revision: str | None) -> tuple[TensorSource, TensorSource]:
+    """Opens the model in a place of a folder, and its base."""
+    require_unquantized(folder / place)
+    source = open_checkpoint(folder / place)
+    return source, _base_of(source, None if base is None else within(base, place), revision)
 
 
 def _base_of(source: TensorSource, base: str | os.PathLike | None, revision: str | None) -> TensorSource:
@@ -181,27 +197,32 @@ def _write(
     for layer, (left, right, change, kept) in factors.items():
         report.layers.append(LayerLora(layer, len(right), change, kept, left.nbytes + right.nbytes))
         B, A = (right.T, left.T) if parts.layers[layer].transposed else (left, right)
+        kernel = parts.model.get_submodule(layer).weight.shape[2:]
+        A, B = A.reshape(len(A), -1, *kernel), B.reshape(*B.shape, *[1 for _ in kernel])
         state |= {f"{layer}.lora_A.weight": A.contiguous(), f"{layer}.lora_B.weight": B.contiguous()}
     config = parts.config({layer.layer: layer.rank for layer in report.layers}, base)
     with staged_folder(out, overwrite=overwrite or partial(_is_result, out)) as stage:
-        tensors = {f"{PREFIX}{name}": RawTensor.from_torch(tensor) for name, tensor in state.items()}
+        tensors = {f"{parts.prefix}{name}": RawTensor.from_torch(tensor) for name, tensor in state.items()}
         entries = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-        write_files([ComputedFile(ADAPTER, entries, tensors.__getitem__, {"format": "pt"} | WRITER)], stage, "Writing")
-        config.save_pretrained(stage)
-        require_loadable(parts.model, stage, tokens)
-        report = replace(report, size=(stage / ADAPTER).stat().st_size)
+        metadata = {"format": "pt"} | WRITER | parts.metadata(config)
+        write_files([ComputedFile(parts.file, entries, tensors.__getitem__, metadata)], stage, "Writing")
+        if parts.file == ADAPTER:
+            config.save_pretrained(stage)
+        require_loadable(type(parts.model), lambda: parts.lost(stage, tokens))
+        report = replace(report, size=(stage / parts.file).stat().st_size)
         description = (
             f"It approximates the change of {len(report.layers)} layers, with rank {config.r} and less.\n"
             f"It keeps {percent(report.energy)} of the energy of the change (relative error {percent(report.error)})."
         )
         figures = {"description": description, "base_class": type(parts.model).__name__, "resize": report.resize}
-        write_card(stage, "lora", [base], "adapter", target=out, tags=["lora"], library="peft", **figures)
+        write_card(stage, "lora", [base], "adapter", target=out, tags=["lora"], library=parts.library, **figures)
     return report
 
 
 def _is_result(out: Path) -> bool:
     """Checks whether a folder holds a LoRA that was extracted earlier."""
-    return (out / ADAPTER).is_file() and WRITER.items() <= SafetensorsFile(out / ADAPTER).metadata.items()
+    files = [out / name for name in (ADAPTER, DIFFUSERS_LORA) if (out / name).is_file()]
+    return bool(files) and all(WRITER.items() <= SafetensorsFile(file).metadata.items() for file in files)
 
 
 def read_texts(path: str | os.PathLike) -> list[str]:

@@ -50,7 +50,7 @@ class LoraReport(_Kept):
 
     Attributes:
         layers: the adapted layers.
-        size: bytes of adapter_model.safetensors.
+        size: bytes of the adapter's weights.
         original_size: bytes of the fine-tune's tensors.
         whole: modules that the adapter holds whole, and embeddings of which it holds rows.
         omitted: energies of the changes that the adapter does not carry, by tensor; None if the base has no counterpart, or

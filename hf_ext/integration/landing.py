@@ -50,21 +50,26 @@ def lost(model: PreTrainedModel, folder: Path, tokens: int | None = None) -> set
         options = {"low_cpu_mem_usage": True, "torch_device": "cpu", "autocast_adapter_dtype": False}
         loaded = PeftModel.from_pretrained(skeleton, folder, **options)
         state = get_peft_model_state_dict(loaded, save_embedding_layers=False)
-    saved = load_file(folder / ADAPTER)
-    differing = {name for name in state.keys() & saved.keys() if not _is_same(state[name], saved[name])}
     # PEFT adapts the parameter of such a module instead of the module, and then gives it the largest rank.
     parameters = tuple(f"{name}." for name, module in loaded.named_modules() if compat.adapts_parameter(module))
-    return state.keys() ^ saved.keys() | differing | {name for name in saved if name.startswith(parameters)}
+    return not_arrived(state, folder / ADAPTER) | {name for name in state if name.startswith(parameters)}
 
 
-def require_loadable(model: PreTrainedModel, folder: Path, tokens: int | None) -> None:
-    """Raises CheckpointError unless PEFT loads all of a saved LoRA. The arguments are those of `lost`."""
+def not_arrived(state: Mapping[str, torch.Tensor], file: Path) -> set[str]:
+    """Returns the tensors that differ between a loaded LoRA and its file, or are in one of them only."""
+    saved = load_file(file)
+    differing = {name for name in state.keys() & saved.keys() if not _is_same(state[name], saved[name])}
+    return state.keys() ^ saved.keys() | differing
+
+
+def require_loadable(kind: type, lost: Callable[[], set[str]]) -> None:
+    """Raises CheckpointError unless all of a saved LoRA of this class of model arrives. `lost` returns what does not."""
     try:
-        names = sorted(lost(model, folder, tokens))
+        names = sorted(lost())
     except Exception as error:  # of many types
-        raise CheckpointError(f"PEFT cannot load this LoRA of a {type(model).__name__}: {error}") from error
+        raise CheckpointError(f"PEFT cannot load this LoRA of a {kind.__name__}: {error}") from error
     if names:
-        raise CheckpointError(f"PEFT cannot load this LoRA of a {type(model).__name__}: '{names[0]}' does not fit.")
+        raise CheckpointError(f"PEFT cannot load this LoRA of a {kind.__name__}: '{names[0]}' does not fit.")
 
 
 def layers_that_load(

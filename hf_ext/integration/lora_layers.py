@@ -16,10 +16,11 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from hf_ext.errors import CheckpointError
-from hf_ext.integration import compat
-from hf_ext.integration.landing import layers_that_load
+from hf_ext.integration import compat, versions
+from hf_ext.integration.landing import PREFIX, layers_that_load, lost
 from hf_ext.integration.weight_plan import Loaded, plan_of, skeleton_of
 from hf_ext.storage.config_file import CONFIG, read_config
+from hf_ext.storage.layout import ADAPTER
 from hf_ext.storage.source import TensorSource
 
 #: PEFT's types of task by the endings of Transformers' classes.
@@ -63,6 +64,8 @@ class LoraLayers:
         tokens: the tensors of embeddings and the rows that the adapter holds, by module.
         ties: weights that the fine-tune or the base shares, and the weight that they are tied to.
     """
+
+    file, prefix, library = ADAPTER, PREFIX, "peft"  # of the LoRA: its file, the start of the names there, what loads it
 
     model: PreTrainedModel
     layers: dict[str, Pair] = field(default_factory=dict)
@@ -190,6 +193,14 @@ class LoraLayers:
             inference_mode=True,
         )
 
+    def metadata(self, config: LoraConfig) -> dict[str, str]:
+        """Returns the configuration as metadata of the LoRA's file; empty if it has a file of its own."""
+        return {}
+
+    def lost(self, folder: Path, tokens: int | None) -> set[str]:
+        """Returns the tensors of a saved LoRA that do not arrive. See `landing.lost`."""
+        return lost(self.model, folder, tokens)
+
 
 def lora_layers(folder: Path, tuned: TensorSource, base: TensorSource) -> LoraLayers:
     """Sorts the parameters of a fine-tune by the way in which a LoRA can carry them.
@@ -199,8 +210,14 @@ def lora_layers(folder: Path, tuned: TensorSource, base: TensorSource) -> LoraLa
         tuned, base: the two checkpoints.
 
     Raises:
-        CheckpointError: the configuration cannot be read, or names a class that is not one of Transformers.
+        CheckpointError: the configuration cannot be read, or names a class that has no LoRA.
+        ImportError: the model is one of diffusers, which is not installed.
     """
+    if "_class_name" in read_config(folder / CONFIG):
+        versions.require("A LoRA of a diffusers model", "diffusers>=0.39")
+        from hf_ext.integration.diffusers_lora import diffusers_layers
+
+        return diffusers_layers(folder, tuned, base)
     model = _skeleton(folder)
     state = model.state_dict()
     ties = {name: source for name, source in compat.declared_ties(model).items() if name in state and source in state}

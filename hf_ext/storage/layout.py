@@ -14,6 +14,7 @@ from hf_ext.storage.config_file import read_config
 OWN_FOLDER = re.compile(r"\w[\w.-]*")  # names that lead into no other folder
 ADAPTER = "adapter_model.safetensors"  # the weights of a PEFT adapter
 ADAPTER_CONFIG = "adapter_config.json"
+DIFFUSERS_LORA = "pytorch_lora_weights.safetensors"  # the adapters of a pipeline's components
 PIPELINE = "model_index.json"  # lists the components of a diffusers pipeline, each in a folder of its own
 SINGLE, DIFFUSERS_SINGLE = SINGLES = ("model.safetensors", "diffusion_pytorch_model.safetensors")
 INDEX, DIFFUSERS_INDEX = INDICES = tuple(f"{single}.index.json" for single in SINGLES)
