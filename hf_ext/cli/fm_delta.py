@@ -48,7 +48,7 @@ Verify = Annotated[bool, flag("--verify", "Decode every tensor and compare it wi
     "  hf-ext compress my-bert --out my-bert-small    # finds the base\n"
     "  hf-ext compress my-bert --base /mnt/bert --base-id google-bert/bert-base-uncased \\\n"
     "    --out my-bert-small\n"
-    "  hf-ext compress my-model --no-base --out my-model-small    # a base model or adapter",
+    "  hf-ext compress my-model --no-base --out my-model-small    # a base model",
     "OUT contains every file of SRC, with compressed weights. from_pretrained loads the same bits from OUT as from SRC, on any "
     "machine that has the base or can download it. Without --base, the command searches for the base, as find-base does.",
     "{out} is unchanged, or has the whole model",
@@ -57,9 +57,7 @@ def compress(
     src: Src,
     out: Out,
     base: Annotated[str | None, option("--base", "Folder or Hub id of the model that SRC was fine-tuned from.")] = None,
-    no_base: Annotated[
-        bool, flag("--no-base", "Compress the weights without a base, such as those of a base model or a PEFT adapter.")
-    ] = False,
+    no_base: Annotated[bool, flag("--no-base", "Compress the weights without a base, such as those of a base model.")] = False,
     revision: Revision = None,
     base_id: Annotated[
         str | None, option("--base-id", "Hub id to record for the base, if --base is a local copy of it.", "ORG/NAME")

@@ -6,7 +6,6 @@ import os
 from functools import partial
 from pathlib import Path
 
-from hf_ext.errors import CheckpointError
 from hf_ext.fm_delta.folder import ADDED_CARD, ModelFolder, card_record
 from hf_ext.fm_delta.restore import decode_all
 from hf_ext.integration.cards import CARD, class_of, has_card, write_card
@@ -18,7 +17,7 @@ from hf_ext.storage.delta.writer import Sets, write_model
 from hf_ext.storage.files import copy_entries, require_another_folder, staged_folder
 from hf_ext.storage.guards import require_new
 from hf_ext.storage.hub import downloaded, within
-from hf_ext.storage.layout import ADAPTER, all_weights, models_in, weights_or_adapter
+from hf_ext.storage.layout import all_weights, models_in
 from hf_ext.storage.open import open_counterpart, open_files, require_depth
 from hf_ext.storage.safetensors_file import SafetensorsFile
 from hf_ext.storage.source import NoBase, TensorSource
@@ -40,7 +39,7 @@ def compress_checkpoint(
     the base. If neither `src` nor `out` has a model card (README.md), `out` gets one. Memory: a few tensors.
 
     Args:
-        src: folder or Hub id of a model with safetensors weights; without a base, also of a PEFT adapter.
+        src: folder or Hub id of a model with safetensors weights.
         base: folder or Hub id of the model that `src` was fine-tuned from, plain or compressed itself; or None to compress the
             weights without a base.
         out: folder to write. On failure it is unchanged.
@@ -54,7 +53,7 @@ def compress_checkpoint(
 
     Raises:
         CheckpointError: `src` has no safetensors weights, or is already quantized or compressed; `out` is `src` or the base,
-            holds other files, or holds a model where `src` is an adapter, or the reverse.
+            or holds other files.
         BaseModelError: the base cannot be read.
         CorruptFileError: a decoded tensor differs from the source; `out` is unchanged.
         ValueError: `revision` or `base_id` is given without a base.
@@ -64,9 +63,8 @@ def compress_checkpoint(
     out = Path(out)
     require_another_folder(out, [src, base])
     with staged_folder(out, overwrite=overwrite or partial(is_compressed, out)) as stage:
-        folder = ModelFolder.open_plain(downloaded(src), adapter=base is None)
+        folder = ModelFolder.open_plain(downloaded(src))
         sources = [NoBase() if base is None else open_counterpart(base, model.place, revision) for model in folder.models]
-        _require_one_kind(folder, out)
         for source in sources:
             require_depth(source)
             require_another_folder(out, source.paths)
@@ -112,23 +110,9 @@ def write_with_card(
 
 
 def is_compressed(folder: Path) -> bool:
-    """Checks whether a folder holds a compressed model, adapter or pipeline, even a damaged one that its config.json tells."""
+    """Checks whether a folder holds a compressed model or pipeline, even a damaged one that its config.json tells."""
     folders = [folder / place for place in models_in(folder)]
     if all(storage_settings(path).get("quant_method") == FM_DELTA for path in folders):
         return True
-    headers = [SafetensorsFile(file).metadata for path in folders for file in weights_or_adapter(path)]
+    headers = [SafetensorsFile(file).metadata for path in folders for file in all_weights(path)]
     return bool(headers) and all(KEY in header and PARTS_OF not in header for header in headers)
-
-
-def _require_one_kind(folder: ModelFolder, out: Path) -> None:
-    """Raises CheckpointError if `out` would hold both a compressed model and a compressed adapter: only the model would be
-    restored."""
-    adapter = out / ADAPTER
-    if folder.is_adapter:
-        clash = os.path.isdir(out) and bool(all_weights(out))
-    else:
-        clash = os.path.exists(adapter) and not (folder.path / ADAPTER).exists() and KEY in SafetensorsFile(adapter).metadata
-    if clash:
-        raise CheckpointError(
-            f"{out} holds a model and {folder.path} an adapter, or the reverse; give another folder to write."
-        )

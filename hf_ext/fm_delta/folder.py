@@ -14,7 +14,7 @@ from hf_ext.storage.delta.file import KEY
 from hf_ext.storage.delta.source import PARTS_OF, SEVERAL_MODELS, RestoredFile, require_one_model
 from hf_ext.storage.files import copy_entries, rewrite, scan
 from hf_ext.storage.hub import absolute, within
-from hf_ext.storage.layout import ADAPTER, all_weights, models_in, no_weights, shard_sets, weights_or_adapter
+from hf_ext.storage.layout import all_weights, models_in, no_weights, shard_sets
 from hf_ext.storage.open import open_base, open_files
 from hf_ext.storage.safetensors_file import SafetensorsFile, TensorFile
 from hf_ext.storage.source import NoBase, TensorSource
@@ -44,7 +44,7 @@ class Model:
 
 
 class ModelFolder:
-    """The folder of a model, a PEFT adapter or a diffusers pipeline.
+    """The folder of a model or a diffusers pipeline.
 
     Attributes:
         path: the folder.
@@ -55,18 +55,15 @@ class ModelFolder:
         self.path, self.models = path, models
 
     @classmethod
-    def open_plain(cls, path: Path, adapter: bool = False) -> ModelFolder:
+    def open_plain(cls, path: Path) -> ModelFolder:
         """Opens a folder with plain weights.
-
-        Args:
-            adapter: accept the weights of a PEFT adapter if the folder has no others.
 
         Raises:
             CheckpointError: there are none, or they are quantized or compressed.
         """
         if not path.is_dir():
             raise CheckpointError(f"{path} is not a folder; give the folder of a saved model.")
-        return cls(path, [Model(place, _plain_files(path / place, adapter), NoBase()) for place in models_in(path)])
+        return cls(path, [Model(place, _plain_files(path / place), NoBase()) for place in models_in(path)])
 
     @classmethod
     def open_compressed(cls, path: Path, base: str | os.PathLike | None = None) -> ModelFolder:
@@ -91,11 +88,6 @@ class ModelFolder:
     def files(self) -> list[TensorFile]:
         """The files of all weights."""
         return [file for model in self.models for file in model.files]
-
-    @property
-    def is_adapter(self) -> bool:
-        """Checks whether the weights are those of a PEFT adapter."""
-        return self.files[0].path.name == ADAPTER
 
     def others(self, out: Path) -> list[Path]:
         """Returns everything below the folder except its weights and what lies in `out`, relative to the folder: files,
@@ -128,9 +120,9 @@ def card_record(folder: Path) -> dict[str, str]:
     return ADDED_CARD if ADDED_CARD.items() <= storage_settings(folder).items() else {}
 
 
-def _plain_files(path: Path, adapter: bool) -> list[SafetensorsFile]:
+def _plain_files(path: Path) -> list[SafetensorsFile]:
     """Opens the plain weights of one model. See `ModelFolder.open_plain`."""
-    files = [SafetensorsFile(file) for file in (weights_or_adapter(path) if adapter else all_weights(path))]
+    files = [SafetensorsFile(file) for file in all_weights(path)]
     if not files:
         raise no_weights(path)
     if any(PARTS_OF in file.metadata for file in files):

@@ -42,7 +42,7 @@ def open(
         CheckpointError: the files hold several models merged into one. `hf-ext extract` writes one of them.
         CorruptFileError: a header is damaged.
     """
-    return OpenCheckpoint(open_checkpoint(name, revision, Hub(token, cache_dir, local_files_only), base, adapter=True))
+    return OpenCheckpoint(open_checkpoint(name, revision, Hub(token, cache_dir, local_files_only), base))
 
 
 class OpenCheckpoint:

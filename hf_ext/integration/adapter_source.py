@@ -24,12 +24,11 @@ from hf_ext.integration import compat
 from hf_ext.integration.config_change import plain
 from hf_ext.storage.checkpoint import Checkpoint
 from hf_ext.storage.config_file import forget_encoding, is_merge
-from hf_ext.storage.delta.file import KEY
 from hf_ext.storage.hub import downloaded
 from hf_ext.storage.layout import ADAPTER
 from hf_ext.storage.names import Names, Ties
 from hf_ext.storage.open import OF_TASK, open_checkpoint
-from hf_ext.storage.safetensors_file import Entry, RawTensor, SafetensorsFile
+from hf_ext.storage.safetensors_file import Entry, RawTensor
 from hf_ext.storage.source import TensorSource
 
 AUTO_CLASSES = {
@@ -55,7 +54,7 @@ class AdapterSource(TensorSource):
         base: the model that it was trained on.
 
     Raises:
-        CheckpointError: the adapter is compressed, cannot be merged (prompt tuning), or does not fit the base.
+        CheckpointError: the adapter cannot be merged (prompt tuning), or does not fit the base.
     """
 
     def __init__(self, folder: Path, base: TensorSource):
@@ -176,8 +175,6 @@ def _settings_of(folder: Path) -> PeftConfig:
     Raises:
         CheckpointError: it cannot.
     """
-    if (folder / ADAPTER).exists() and KEY in SafetensorsFile(folder / ADAPTER).metadata:
-        raise CheckpointError(f"{folder} is a compressed adapter; run `hf-ext decompress` on it first.")
     if not any(folder.glob("adapter_model.*")):
         raise CheckpointError(f"{folder} has an adapter_config.json but no {ADAPTER}. Download or save the adapter again.")
     try:

@@ -18,7 +18,7 @@ from hf_ext.storage.source import TensorSource
 def holds_weights(folder: str | os.PathLike, fingerprint: str) -> bool:
     """Checks whether a folder holds the plain weights with this fingerprint."""
     try:
-        return Checkpoint(folder, adapter=True).fingerprint == fingerprint
+        return Checkpoint(folder).fingerprint == fingerprint
     except BaseModelError:
         return False
 
@@ -31,7 +31,6 @@ class Checkpoint(TensorSource):
         revision: branch, tag or commit on the Hub; `self.revision` is the resolved commit, None for a folder.
         hub: access settings.
         check: called with the headers of weights that would have to be downloaded; raises BaseModelError to prevent that.
-        adapter: accept the weights of a PEFT adapter if a folder has no others.
 
     Raises:
         BaseModelError: there are no safetensors weights of that name, or they are damaged.
@@ -43,13 +42,12 @@ class Checkpoint(TensorSource):
         revision: str | None = None,
         hub: Hub = HUB,
         check: Check | None = None,
-        adapter: bool = False,
     ):
         self.name = os.fspath(name)
         self.revision = revision
         self._hub = hub
         try:
-            self.files = [SafetensorsFile(path) for path in self._weights(hub, check, adapter)]
+            self.files = [SafetensorsFile(path) for path in self._weights(hub, check)]
         except (CheckpointError, CorruptFileError) as error:
             raise BaseModelError(f"The weights of '{self.name}' cannot be read: {error}") from error
         self.paths = [file.path for file in self.files]
@@ -57,13 +55,13 @@ class Checkpoint(TensorSource):
         self.revision = snapshot.name if snapshot else None
         self._file_of = {key: file for file in self.files for key in file.entries}
 
-    def _weights(self, hub: Hub, check: Check | None, adapter: bool) -> list[Path]:
+    def _weights(self, hub: Hub, check: Check | None) -> list[Path]:
         """Returns the files to open, which are downloaded if necessary."""
         if not is_local(self.name):
             return hub.weights(self.name, self.revision, check)
         if not os.path.isdir(self.name):
             raise CheckpointError(f"there is no folder '{self.name}'. Give the folder of the model, or its id on the Hub.")
-        paths = select_weights(Path(self.name), adapter)
+        paths = select_weights(Path(self.name))
         if len(saves := sorted({save_of(path) for path in paths})) > 1:
             raise CheckpointError(f"{self.name} holds several models: {', '.join(saves)}. Give a folder with one of them.")
         return paths

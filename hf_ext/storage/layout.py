@@ -26,11 +26,8 @@ MODEL = re.compile(
 WEIGHTS = re.compile(r"(diffusion_pytorch_)?model(\.[\w-]+)?(-\d{5}-of-\d{5}(\.[\w-]+)?)?\.safetensors")
 
 
-def select_weights(folder: Path, adapter: bool = False) -> list[Path]:
+def select_weights(folder: Path) -> list[Path]:
     """Returns the safetensors files that `from_pretrained` reads: the single file, else the shards.
-
-    Args:
-        adapter: accept the weights of a PEFT adapter if the folder has no others.
 
     Raises:
         CheckpointError: there are no weights, or an interrupted command left some of them elsewhere.
@@ -41,7 +38,7 @@ def select_weights(folder: Path, adapter: bool = False) -> list[Path]:
             return [folder / single]
         if (folder / index).exists():
             return [folder / shard for shard in read_index(folder / index)]
-    files = weights_or_adapter(folder) if adapter else all_weights(folder)
+    files = all_weights(folder)
     if not files:
         raise no_weights(folder)
     return files
@@ -78,15 +75,6 @@ def models_in(folder: Path) -> list[str]:
     raise CheckpointError(f"{folder} is a diffusers pipeline, and none of its components holds safetensors weights.")
 
 
-def weights_or_adapter(folder: Path) -> list[Path]:
-    """Returns every file of weights in a folder, or the weights of a PEFT adapter if there are no others.
-
-    Raises:
-        CheckpointError: an interrupted command left some of them elsewhere.
-    """
-    return all_weights(folder) or [path for path in [folder / ADAPTER] if path.exists()]
-
-
 def _require_complete(folder: Path) -> None:
     if os.path.lexists(folder / MOVING):
         raise CheckpointError(f"{folder} is incomplete: a command that wrote to it was interrupted. Run that command again.")
@@ -104,9 +92,8 @@ def weights_instead(folder: Path) -> str | None:
     """Returns what a folder without safetensors weights holds instead of them, with advice; None if it holds no weights."""
     if (folder / ADAPTER_CONFIG).exists():
         return (
-            f"holds a PEFT adapter ({ADAPTER_CONFIG}), not a model. `hf-ext compress --no-base` compresses its {ADAPTER}. To "
-            "compress the model that the adapter makes, merge it into its base (merge_and_unload), save that, and give its "
-            "folder."
+            f"holds a PEFT adapter ({ADAPTER_CONFIG}), not a model. Adapters stay as they are. To compress the model that "
+            "one makes, merge it into its base (merge_and_unload), save that, and give its folder."
         )
     if (folder / PIPELINE).exists():
         return f"holds a diffusers pipeline. Give the folder of one component, such as {folder / 'unet'}."

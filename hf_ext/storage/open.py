@@ -14,7 +14,7 @@ from hf_ext.storage.config_file import storage_settings
 from hf_ext.storage.delta.file import KEY, CompressedFile, check_shards
 from hf_ext.storage.delta.source import PARTS_OF, SEVERAL_MODELS, DeltaCheckpoint
 from hf_ext.storage.hub import HUB, Hub, absolute, snapshot_of, within
-from hf_ext.storage.layout import no_weights, shard_sets, weights_or_adapter
+from hf_ext.storage.layout import all_weights, no_weights, shard_sets
 from hf_ext.storage.safetensors_file import SafetensorsFile
 from hf_ext.storage.source import NoBase, TensorSource
 
@@ -34,7 +34,6 @@ def open_checkpoint(
     revision: str | None = None,
     hub: Hub = HUB,
     base: str | os.PathLike | None = None,
-    adapter: bool = False,
 ) -> Checkpoint | DeltaCheckpoint:
     """Opens a checkpoint, plain or compressed. A repository on the Hub is downloaded, and so is the base of compressed weights.
 
@@ -43,14 +42,13 @@ def open_checkpoint(
         revision: branch, tag or commit on the Hub.
         hub: access settings, for the base of a compressed checkpoint too.
         base: folder or Hub id of the base, if it is no longer where config.json says.
-        adapter: open the weights of a PEFT adapter if a local folder has no others.
 
     Raises:
         BaseModelError: there are no weights of that name, or their base is missing or is another model.
         CheckpointError: the files hold several models merged into one.
         CorruptFileError: they are damaged.
     """
-    checkpoint = Checkpoint(name, revision, hub, adapter=adapter)
+    checkpoint = Checkpoint(name, revision, hub)
     if checkpoint.has_metadata(PARTS_OF):
         raise CheckpointError(f"{checkpoint} {SEVERAL_MODELS}")
     if not checkpoint.has_metadata(KEY):
@@ -114,7 +112,7 @@ def open_delta(
 
 
 def open_files(src: Path) -> list[CompressedFile]:
-    """Opens the compressed files of a model or an adapter, variants included (or one file). Their tensors are not decoded.
+    """Opens the compressed files of a model, variants included (or one file). Their tensors are not decoded.
 
     Raises:
         CheckpointError: there are no weights.
@@ -122,7 +120,7 @@ def open_files(src: Path) -> list[CompressedFile]:
     """
     if not src.exists():
         raise CheckpointError(f"{src} does not exist; give the folder of a compressed model.")
-    paths = weights_or_adapter(src) if src.is_dir() else [src]
+    paths = all_weights(src) if src.is_dir() else [src]
     if not paths:
         raise no_weights(src)
     files = [CompressedFile(path) for path in paths]

@@ -1,4 +1,4 @@
-"""Models and PEFT adapters that are compressed without a base need nothing but their own files."""
+"""Models that are compressed without a base need nothing but their own files."""
 
 import json
 import shutil
@@ -13,16 +13,9 @@ from tiny_checkpoints import contents, fine_tune, pair, weights, write_folder
 from tiny_models import bert
 from transformers import AutoModelForSequenceClassification
 
-from hf_ext import emr, fm_delta
+from hf_ext import fm_delta
 from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
 from hf_ext.storage.delta.file import CompressedFile
-
-
-def adapter(folder, seed=1):
-    """The folder of a LoRA."""
-    config = LoraConfig(r=8, target_modules=["q_proj", "down_proj"])
-    trained(small_llama(), config, seed).save_pretrained(folder)
-    return folder
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
@@ -68,53 +61,12 @@ def test_it_loads_opens_can_be_a_base_and_be_switched_to(tmp_path):
     assert all(torch.equal(tensor, plain[name]) for name, tensor in model.state_dict().items())
 
 
-def test_an_adapter_comes_back_byte_for_byte_and_opens(tmp_path):
-    src = adapter(tmp_path / "adapter")
-    fm_delta.compress_checkpoint(src, None, tmp_path / "small", verify=True)
-    assert (tmp_path / "small/adapter_config.json").read_bytes() == (src / "adapter_config.json").read_bytes()
-    size = (tmp_path / "small/adapter_model.safetensors").stat().st_size
-    assert fm_delta.inspect(tmp_path / "small").compressed_bytes == size < (src / "adapter_model.safetensors").stat().st_size
-    expected = load_file(src / "adapter_model.safetensors")
-    for folder in (src, tmp_path / "small"):
-        with fm_delta.open(folder) as checkpoint:
-            assert {*checkpoint.keys()} == expected.keys()
-            assert all(torch.equal(checkpoint.get_tensor(name), tensor) for name, tensor in expected.items())
-    fm_delta.decompress_checkpoint(tmp_path / "small", tmp_path / "back")
-    back = load_file(tmp_path / "back/adapter_model.safetensors")
-    assert all(torch.equal(back[name], tensor) for name, tensor in expected.items())
-
-
-def test_a_compressed_adapter_is_not_taken_for_a_plain_one(tmp_path):
-    small_llama().save_pretrained(tmp_path / "base")
-    tasks = {f"task{seed}": adapter(tmp_path / f"task{seed}", seed) for seed in (1, 2)}
-    fm_delta.compress_checkpoint(tasks["task2"], None, tmp_path / "small")
-    with pytest.raises(CheckpointError, match="Task 'task2': .*small is a compressed adapter; .* `hf-ext decompress`"):
-        emr.merge(tmp_path / "base", tasks | {"task2": tmp_path / "small"}, tmp_path / "merge")
-    with pytest.raises(CheckpointError, match="is compressed already"):
-        fm_delta.compress_checkpoint(tmp_path / "small", None, tmp_path / "again")
-
-
-def test_a_compressed_adapter_is_not_put_beside_a_model(tmp_path):
-    model, lora = write_folder(tmp_path / "model", weights()), adapter(tmp_path / "adapter")
-    for first, second in ((model, lora), (lora, model)):
-        out = tmp_path / f"small-{first.name}"
-        fm_delta.compress_checkpoint(first, None, out)
-        before = contents(out)
-        with pytest.raises(CheckpointError, match="holds a model and .* an adapter, or the reverse"):
-            fm_delta.compress_checkpoint(second, None, out)
-        assert contents(out) == before
-    shutil.copytree(lora, model, dirs_exist_ok=True)
-    fm_delta.compress_checkpoint(model, None, tmp_path / "small-adapter")  # replaces the compressed adapter by its plain one
-    fm_delta.decompress_checkpoint(tmp_path / "small-adapter", tmp_path / "back")
-    assert contents(tmp_path / "back") == contents(model)
-
-
-def test_an_adapter_needs_no_base_and_has_none(tmp_path):
-    base = write_folder(tmp_path / "base", weights())
-    with pytest.raises(CheckpointError, match="holds a PEFT adapter .* `hf-ext compress --no-base`"):
-        fm_delta.compress_checkpoint(adapter(tmp_path / "adapter"), base, tmp_path / "small")
-    with pytest.raises(BaseModelError, match="holds a PEFT adapter"):
-        fm_delta.compress_checkpoint(base, tmp_path / "adapter", tmp_path / "small")
+def test_an_adapter_is_refused_with_and_without_a_base(tmp_path):
+    base, lora = write_folder(tmp_path / "base", weights()), tmp_path / "adapter"
+    trained(small_llama(), LoraConfig(r=8, target_modules=["q_proj", "down_proj"])).save_pretrained(lora)
+    for source, given, error in ((lora, base, CheckpointError), (lora, None, CheckpointError), (base, lora, BaseModelError)):
+        with pytest.raises(error, match="holds a PEFT adapter .* stay as they are"):
+            fm_delta.compress_checkpoint(source, given, tmp_path / "small")
     assert not (tmp_path / "small").exists()
 
 
