@@ -58,23 +58,12 @@ def open_checkpoint(
 
 
 def open_counterpart(base: str | os.PathLike, place: str, revision: str | None = None) -> Checkpoint | DeltaCheckpoint:
-    """Opens a base, or the component of a base that is a diffusers pipeline.
-
-    Args:
-        place: name of the component; '' for the whole base.
-
-    Raises:
-        BaseModelError: see `open_checkpoint`; or the base lacks the component.
-    """
+    """Opens a base, or the component `place` of a base that is a diffusers pipeline. Raises BaseModelError if it cannot."""
     try:
         return open_checkpoint(within(base, place), revision)
     except BaseModelError as error:
-        if not place:
-            raise
-        raise BaseModelError(
-            f"The base {base} has no component '{place}' that can be read. Give a pipeline that has it, or compress the other "
-            f"components' folders one by one. {error}"
-        ) from error
+        advice = f" It is the base of the component '{place}'. Other components can be compressed without it, folder by folder."
+        raise BaseModelError(f"{error}{advice if place else ''}") from error
 
 
 def open_plain(name: str | os.PathLike, revision: str | None = None) -> Checkpoint:
