@@ -102,12 +102,14 @@ def store(root: Path) -> dict[str, Format]:
     for model, one in {"one": "one", "other": "third"}.items():
         tasks = {"one": root / one, "other": root / "other"}
         emr.merge(root / "base", tasks, root / "EMR-Merging" / model, max_shard_size="700KB")
+        emr.merge(root / "base", tasks, root / "coded tasks" / model, max_shard_size="700KB", method="switch", bits=4)
     merged = sorted(path.name for path in (root / "EMR-Merging" / "one").glob("model*.safetensors"))
     return {
         "safetensors": Format(shards, read_safetensors, forge_safetensors),
         "zstd": Format([f"{shard}.zst" for shard in shards], read_zstd, forge_zstd),
         "FM-Delta": Format(shards, read_delta, forge_delta),
         "EMR-Merging": Format([*merged, "task-one/modulators.safetensors"], read_merge, None),
+        "coded tasks": Format(["task-one/modulators.safetensors"], read_merge, None),
     }
 
 
@@ -309,7 +311,7 @@ def attacks(args: argparse.Namespace) -> dict:
                 results = Counter(attempt(root, kind, form, change, rng, right) for _ in range(args.tries))
                 outcomes.setdefault(attack, {})[kind] = results
         swap_base(root)
-        for kind in ("FM-Delta", "EMR-Merging"):
+        for kind in ("FM-Delta", "EMR-Merging", "coded tasks"):
             result = outcome(formats[kind].read, root / kind / "one", {}, False)
             outcomes.setdefault("another base in its place", {})[kind] = Counter([result])
     rows = [[attack, *(cell(by_kind.get(kind, Counter())) for kind in formats)] for attack, by_kind in outcomes.items()]
