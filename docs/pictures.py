@@ -71,7 +71,7 @@ CHARTS = {
     "fm_delta_language_model": Chart(
         "fm_delta_performance.md",
         {
-            "full, 29 % changed": "Full fine-tune:\n269 → 16.8 MB",
+            "full, 29 % changed": "Full fine-tune:\n269 → 16.7 MB",
             "merged LoRA, 10 %": "Merged LoRA:\n269 → 6.1 MB",
             "light, 1.7 %": "Light fine-tune:\n269 → 1.6 MB",
         },
@@ -110,7 +110,7 @@ CHARTS = {
     ),
     "serving_switch": Chart(
         "serving.md",
-        {"full, 16.8 MB": "Full fine-tune", "merged LoRA, 6.1 MB": "Merged LoRA", "light, 1.6 MB": "Light fine-tune"},
+        {"full, 16.7 MB": "Full fine-tune", "merged LoRA, 6.1 MB": "Merged LoRA", "light, 1.6 MB": "Light fine-tune"},
         "seconds",
         log=True,
         shared=True,

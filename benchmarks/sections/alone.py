@@ -6,7 +6,7 @@ from fine_tunes import minilm
 from measuring import TORCH, one_thread, print_table
 from safetensors.torch import load_file
 from sections.pairs import Pair, bits, is_dense, measure, ours, speed_row
-from sections.peers import without_base
+from sections.peers import zip_nn, zstd_raw
 
 
 def alone(args: argparse.Namespace, dtype: str) -> dict:
@@ -21,7 +21,7 @@ def of_values(args: argparse.Namespace, dtype: str, values: str) -> dict:
     tensors = {name: tensor.to(TORCH[dtype]) for name, tensor in floats.items()}
     pairs = [Pair(name, bits(tensor, dtype), None, is_dense(name, tensor)) for name, tensor in tensors.items()]
     with one_thread():
-        results = {peer.name: measure(peer, pairs, dtype, args.runs) for peer in (ours(), *without_base())}
+        results = {peer.name: measure(peer, pairs, dtype, args.runs) for peer in (ours(), zip_nn(), zstd_raw())}
     rows = [speed_row(name, figures) for name, figures in results.items()]
     kind = dtype if values == dtype else f"{dtype} that holds {values}"
     title = f"{kind}, all-MiniLM-L6-v2 without a base: size, and MB of original per second, median of {args.runs} rounds"

@@ -2,12 +2,12 @@
 
 A `Peer` works on one tensor given as its bit patterns (uint32 for fp32, uint16 for bf16 and fp16, uint8 for fp8 and int8)
 and on the bit patterns of its base of the same shape, never empty, and may be called from several threads. Only our codec, zstd
-and zipnn are fit for one-byte types. Install the peers with ``pip install zstandard zipnn pcodec z4ai``; the last is
-optional, and so is fm-delta, see `fm_delta`.
+and zipnn are fit for one-byte types. Install the peers with ``pip install zstandard zipnn pcodec``; for fm-delta, which is
+optional, see `fm_delta`.
 
-Left out: glyd, several times larger with a base; lmzip, which uses none; reminis, which works on SQLite databases of whole
-models; bigsmall, which works on files, at 1 to 10 MB a second, and is not under an open-source license; hexz, whose Python
-package (0.8.2) reads archives with a base wrongly; and deltatensors, which is lossy.
+Left out: z4ai, slower than pcodec and hardly smaller; glyd, several times larger; lmzip, which uses no base; reminis, which
+works on SQLite databases of whole models; bigsmall, which works on files, at 1 to 10 MB a second, and is not under an
+open-source license; hexz, whose Python package (0.8.2) reads archives with a base wrongly; and deltatensors, which is lossy.
 """
 
 import importlib
@@ -48,7 +48,7 @@ of_thread = OfThread()
 class Peer:
     """A named codec: ``compress(x, base, dtype) -> bytes`` and ``decompress(blob, base, dtype, shape) -> array``.
 
-    The base may be None for those of `without_base`.
+    The base may be None for zipnn and zstd.
     """
 
     name: str
@@ -166,34 +166,8 @@ def fm_delta() -> Peer | None:
     return Peer("fm-delta", compress, decompress)
 
 
-def z4_ai() -> Peer | None:
-    """Returns z4ai at its default level, on the XOR with the base if there is one; None if it is not installed."""
-    try:
-        import z4ai
-    except ImportError:
-        print("z4ai is left out: pip install z4ai to measure it too.")
-        return None
-
-    def compress(x, base, dtype):
-        if base is None:
-            return z4ai.compress(x.tobytes(), dtype=dtype, threads=1)
-        return z4ai.compress_delta(x.tobytes(), base.tobytes(), dtype=dtype, threads=1)
-
-    def decompress(blob, base, dtype, shape):
-        data = z4ai.decompress(blob) if base is None else z4ai.decompress_delta(blob, base.tobytes())
-        return np.frombuffer(data, WORDS[dtype]).reshape(shape)
-
-    return Peer("z4ai", compress, decompress)
-
-
 @cache
 def all_peers() -> list[Peer]:
     """Returns every peer that can run here, fm-delta first."""
-    peers = [fm_delta(), pcodec_delta(), z4_ai(), zstd_xor_planes(), zip_nn(), zstd_raw(), memcpy()]
+    peers = [fm_delta(), pcodec_delta(), zstd_xor_planes(), zip_nn(), zstd_raw(), memcpy()]
     return [peer for peer in peers if peer]
-
-
-@cache
-def without_base() -> list[Peer]:
-    """Returns every peer that can run here and compresses a tensor without a base."""
-    return [peer for peer in (zip_nn(), z4_ai(), zstd_raw()) if peer]
