@@ -25,6 +25,6 @@ def valid_card(folder: Path) -> tuple[ModelCardData, str]:
     assert data.library_name in ("transformers", "diffusers", "peft") and data.tags == sorted({*data.tags})
     assert not re.search(r"\{\{|\{%|%\}|\}\}|None\b|More Information", text)
     assert str(folder.parent) not in str(card) and str(folder.parent.parent) not in str(card)
-    assert plugin() in text or "Run `pip install peft`" in text
+    assert plugin() in text or "Run `pip install peft" in text
     assert re.search(r"^# \S", text, re.MULTILINE) and "\n\n\n" not in text
     return data, text

@@ -27,9 +27,9 @@ from hf_ext.storage.config_file import require_unquantized
 from hf_ext.storage.delta.source import DeltaCheckpoint
 from hf_ext.storage.files import require_another_folder, staged_folder
 from hf_ext.storage.guards import require_place
-from hf_ext.storage.hub import downloaded, within
+from hf_ext.storage.hub import downloaded
 from hf_ext.storage.layout import ADAPTER, ADAPTER_CONFIG, DIFFUSERS_LORA, models_in
-from hf_ext.storage.open import open_checkpoint
+from hf_ext.storage.open import open_checkpoint, open_counterpart
 from hf_ext.storage.plain_writer import write_files
 from hf_ext.storage.prefetch import progress
 from hf_ext.storage.safetensors_file import ComputedFile, RawTensor, SafetensorsFile
@@ -93,6 +93,7 @@ def extract_lora(
     place = next((name for name in ("transformer", "unet") if name in places), "")  # to which `load_lora_weights` adds a LoRA
     folder = pipeline / place
     source, prior = _open(pipeline, place, base, revision)
+    others = {name: _open(pipeline, name, base, revision) for name in places if name != place}
     require_another_folder(target, [folder, *source.paths, *prior.paths])
     if (folder / ADAPTER_CONFIG).exists():  # beside the model that it belongs to: from_pretrained loads both
         source = AdapterSource(folder, source)
@@ -136,8 +137,7 @@ def extract_lora(
             "there is nothing to extract."
         )
     omitted = {name: change for name, change in changed.items() if name in parts.others}
-    for other in (name for name in places if name != place):
-        sources = _open(pipeline, other, base, revision)
+    for other, sources in others.items():
         pairs = {name: Pair(name, name if name in sources[1] else "") for name in sources[0].names()}
         changes = Changes(*sources, pairs, ())
         omitted |= {f"{other}.{name}": change for name, change in changes.energies(pairs).items()}
@@ -151,17 +151,17 @@ def _open(folder: Path, place: str, base: str | os.PathLike | None, revision: st
     """Opens the model in a place of a folder, and its base."""
     require_unquantized(folder / place)
     source = open_checkpoint(folder / place)
-    return source, _base_of(source, None if base is None else within(base, place), revision)
+    return source, _base_of(source, place, base, revision)
 
 
-def _base_of(source: TensorSource, base: str | os.PathLike | None, revision: str | None) -> TensorSource:
-    """Opens the base, and checks that the fine-tune is one of it."""
+def _base_of(source: TensorSource, place: str, base: str | os.PathLike | None, revision: str | None) -> TensorSource:
+    """Opens the base, or its component of this name, and checks that the fine-tune is one of it."""
     recorded = source.base if isinstance(source, DeltaCheckpoint) else NoBase()
     if base is None:
         if isinstance(recorded, NoBase):
             raise BaseModelError(f"{source} records no base. Give the model that it was fine-tuned from (--base).")
         return recorded
-    prior = open_checkpoint(base, revision)
+    prior = open_counterpart(base, place, revision)
     require_unquantized((prior.folder() if isinstance(prior, Checkpoint) else None) or prior.paths[0].parent)
     if isinstance(recorded, NoBase):
         if reason := unrelated(source, prior):

@@ -62,7 +62,7 @@ def open_counterpart(base: str | os.PathLike, place: str, revision: str | None =
     try:
         return open_checkpoint(within(base, place), revision)
     except BaseModelError as error:
-        advice = f" It is the base of the component '{place}'. Other components can be compressed without it, folder by folder."
+        advice = f" It is the base of the component '{place}'. Without it, give the folders of other components, one by one."
         raise BaseModelError(f"{error}{advice if place else ''}") from error
 
 

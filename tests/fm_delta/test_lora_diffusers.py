@@ -95,8 +95,12 @@ def test_what_has_no_lora_is_an_error(tmp_path):
     with pytest.raises(HfExtError, match="is not a causal language model"):
         fm_delta.extract_lora(tmp_path / "tuned", tmp_path / "base", out, texts=["words"])
     kind.pipe().save_pretrained(tmp_path / "pipeline")
-    with pytest.raises(BaseModelError, match="pipeline"):
-        fm_delta.extract_lora(tmp_path / "tuned", tmp_path / "pipeline", out)
+    for tuned, base, message in (
+        ("tuned", "pipeline", "holds a diffusers pipeline. Give the folder of one component"),
+        ("pipeline", "base", "is the base of the component 'unet'"),
+    ):
+        with pytest.raises(BaseModelError, match=message):
+            fm_delta.extract_lora(tmp_path / tuned, tmp_path / base, out)
     model = diffusers.AutoencoderTiny(encoder_block_out_channels=[8], decoder_block_out_channels=[8],
                                       num_encoder_blocks=[1], num_decoder_blocks=[1])  # fmt: skip
     model.save_pretrained(tmp_path / "vae")
