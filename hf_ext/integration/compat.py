@@ -92,7 +92,8 @@ def shards_while_loading(model: PreTrainedModel) -> bool:
         import deepspeed
 
         deepspeed.init_distributed()
-    return is_zero3 or getattr(model.config, "distributed_config", None) is not None
+    sizes = getattr(getattr(model.config, "distributed_config", None), "__dict__", {})
+    return is_zero3 or any(name.endswith("_size") and (size or 1) > 1 for name, size in sizes.items())
 
 
 def partition_by_zero3(model: PreTrainedModel) -> None:

@@ -14,7 +14,7 @@ from processes import on_ranks
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import flip_bit
 from tiny_merges import write_tasks
-from tiny_models import MODELS, fine_tuned
+from tiny_models import MODELS, assert_same_weights, fine_tuned
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hf_ext import BaseModelError, CheckpointError, CorruptFileError, emr, fm_delta
@@ -80,6 +80,11 @@ def _equals_plain(rank: int, folder: Path, sharding: dict, readers: list[int]) -
 ], indirect=["compressed"])  # fmt: skip
 def test_shards_equal_those_of_a_plain_load(compressed, sharding, readers):
     assert on_ranks(_equals_plain, compressed, sharding, readers) == [0, 0]
+
+
+def test_a_job_of_one_process_decodes_in_memory(compressed, monkeypatch):
+    monkeypatch.setattr(ranks, "together", None)
+    assert_same_weights(*(load(compressed / kind, {"tp_size": 1}) for kind in ("small", "tuned")))
 
 
 def _raises(rank: int, folder: Path, case: str, expected: tuple[type, str]) -> None:
