@@ -137,7 +137,11 @@ assert fm_delta.inspect("small").base == "user/base", fm_delta.inspect("small").
 HfApi().create_repo("user/small")
 HfApi().upload_folder(repo_id="user/small", folder_path="small")
 fm_delta.enable(tuned("unet", 3), "user/base/unet").push_to_hub("user/unet")
-assert fm_delta.find_base("tuned", ["user/base"]).require().name == "user/base"
+for candidates in (["user/base"], None):  # None: the models in the cache
+    assert fm_delta.find_base("tuned", candidates).require().name == "user/base"
+    assert fm_delta.find_base("tuned/unet", candidates).require().name == "user/base/unet"
+report = fm_delta.compress_all(["tuned"], "all", "user/base", verify=True)
+assert not report.failed and report.models[0].compressed_bytes == fm_delta.inspect("small").compressed_bytes
 """
 
 LOAD = """
