@@ -137,6 +137,8 @@ def extract_lora(
             "there is nothing to extract."
         )
     omitted = {name: change for name, change in changed.items() if name in parts.others}
+    without_rank = changes.energies(layer for layer in parts.layers if layer not in factors)
+    omitted |= {f"{layer}.weight": change for layer, change in without_rank.items()}
     for other, sources in others.items():
         pairs = {name: Pair(name, name if name in sources[1] else "") for name in sources[0].names()}
         changes = Changes(*sources, pairs, ())

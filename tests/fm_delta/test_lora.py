@@ -79,6 +79,8 @@ def test_changed_experts_are_named_in_the_report(tmp_path, build):
     assert {name for name in report.omitted if ".experts." in name} == {name for name in changed if ".experts." in name}
     assert len(changed) == len(report.layers) + len(report.omitted)
     assert all(energy > 0 for energy in report.omitted.values())
+    few = fm_delta.extract_lora(tmp_path / "tuned", tmp_path / "base", tmp_path / "lora", energy=0.01)
+    assert len(changed) == len(few.layers) + len(few.omitted) and len(few.layers) < len(report.layers)
     with_norms = fm_delta.extract_lora(tmp_path / "tuned", tmp_path / "base", tmp_path / "lora", modules_to_save=True)
     assert {name for name in with_norms.omitted if ".experts." in name} < report.omitted.keys() and with_norms.whole
     assert not any("experts" in name for name in products(loaded(base, tmp_path / "lora")))
