@@ -177,7 +177,6 @@ def writers(*names: str) -> None:
 
 def fm_delta() -> dict[str, Any]:
     classifiers("my-bert", "my-model", "my-models/first", "my-models/second")
-    trained(classifier(3, 1), LoraConfig(task_type="SEQ_CLS", target_modules=["query", "value"])).save_pretrained("my-adapter")
     AutoModel.from_pretrained(BERT).save_pretrained("bert-a")
     torch.manual_seed(9)
     BertModel(tiny_models.bert().config).save_pretrained("bert-b")
