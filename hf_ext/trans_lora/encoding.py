@@ -20,12 +20,7 @@ class Encoder:
         template: text with `{input}` in it; None for the tokenizer's chat template, or, if it has none, the input and a line
             break.
         whose: in errors: "the teacher's".
-        system: system message of its chats.
-        variables: further variables of the chat template.
-
-    Raises:
-        HfExtError: the tokenizer has no token for padding or for the end of a text, or the model does not chat and there is a
-            system message.
+        system, variables: system message of its chats, and further variables of the chat template.
     """
 
     def __init__(
@@ -104,14 +99,8 @@ class Encoder:
 
     def samples(self, prompts: Sequence[str], answers: Sequence[str], end: bool = True) -> list[dict[str, list[int]]]:
         """Returns samples to train on or to score: for decoders with prompt and answer in one row, for encoder-decoders in
-        separate rows.
-
-        Args:
-            end: whether the answer is followed by the token that ends a text.
-
-        Raises:
-            HfExtError: one is longer than the model's context.
-        """
+        separate rows. With `end`, the token that ends a text follows the answer. Raises HfExtError if one is longer than the
+        model's context."""
         ends = [self.tokenizer.eos_token_id] if end else []
         rows, samples = self.tokens(prompts), []
         for row, written in zip(rows, self.answer_tokens(prompts, rows, answers)):
@@ -150,14 +139,8 @@ class Encoder:
         return {name: padded(name, padding) for name, padding in paddings.items()}
 
     def require_inputs(self, prompts: Mapping[str, str], room: int) -> None:
-        """Checks that inputs of the user fit into the model's context with their prompts and a number of further tokens.
-
-        Args:
-            prompts: the prompt of each input, by input.
-
-        Raises:
-            HfExtError: one does not fit.
-        """
+        """Raises HfExtError unless inputs of the user, with their prompts and `room` further tokens, fit into the model's
+        context."""
         for text, prompt in prompts.items():
             if not self.fits(prompt, room):
                 raise HfExtError(
@@ -166,11 +149,7 @@ class Encoder:
                 )
 
     def require_room(self, length: int, what: str) -> None:
-        """Checks that a number of tokens fits into the model's context.
-
-        Raises:
-            HfExtError: they do not fit.
-        """
+        """Raises HfExtError unless a number of tokens fits into the model's context."""
         if self.limit is not None and length > self.limit:
             raise HfExtError(
                 f"{what} takes {length} tokens, and {self.whose.lower()} model's context holds {self.limit}. Use fewer or "
@@ -179,11 +158,7 @@ class Encoder:
 
 
 def require_texts(**lists: Collection[str] | None) -> None:
-    """Checks that arguments, by name, are lists of texts. A single text would count as a list of its letters.
-
-    Raises:
-        HfExtError: one is something else.
-    """
+    """Raises HfExtError unless arguments, by name, are lists of texts. A single text would count as a list of its letters."""
     for name, texts in lists.items():
         if isinstance(texts, str):
             raise HfExtError(f"{name}='{texts[:40]}' is a single text. Give a list; trans_lora.read_inputs(path) reads a file.")

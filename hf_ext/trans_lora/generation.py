@@ -13,12 +13,7 @@ from typing import Any, Protocol
 import torch
 from accelerate import PartialState
 from peft import PeftModel
-from transformers import (
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 from transformers.utils.logging import tqdm
 
 from hf_ext.errors import HfExtError, ServerError
@@ -76,17 +71,13 @@ class Generator(Protocol):
 
 @dataclass
 class ModelGenerator:
-    """Generates texts with a model in memory, with its `generate`, in batches of prompts of similar length.
-
-    Args:
-        model: model with or without adapters. It generates in evaluation mode; afterwards, its mode is restored.
-        options: further arguments of `generate` for sampling.
-    """
+    """Generates texts with a model in memory, with its `generate`, in batches of prompts of similar length. The model generates
+    in evaluation mode; afterwards, its mode is restored."""
 
     model: PreTrainedModel | PeftModel
     encoder: Encoder
     batch_size: int
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)  # further arguments of `generate` for sampling
 
     def __call__(
         self, prompts: Sequence[str], max_new_tokens: int, seed: int | None = None, **sampling: Any
@@ -148,26 +139,19 @@ class ModelGenerator:
         return sorted({token for token in [*ends, self.encoder.tokenizer.eos_token_id] if token is not None})
 
 
+@dataclass
 class _End(StoppingCriteria):
     """A stopping rule: ends a text after `stop`, or after `longest` tokens without a line that begins with a number, as such a
     text delays its batch.
 
     Transformers' own stop strings would search the vocabulary anew for each batch, which takes a second.
-
-    Args:
-        start: position of the first token that the model writes.
-        wrote: called after each step with the number of unfinished texts.
     """
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        start: int,
-        stop: str | None,
-        longest: int | None,
-        wrote: Callable[[int], Any] = lambda count: None,
-    ):
-        self.tokenizer, self.start, self.stop, self.longest, self.wrote = tokenizer, start, stop, longest, wrote
+    tokenizer: PreTrainedTokenizerBase
+    start: int  # position of the first token that the model writes
+    stop: str | None
+    longest: int | None
+    wrote: Callable[[int], Any] = lambda count: None  # gets the number of unfinished texts after each step
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         self.wrote(int((input_ids[:, -1] != self.tokenizer.pad_token_id).sum()))

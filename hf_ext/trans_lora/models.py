@@ -63,11 +63,7 @@ def load_model(name: str, **kwargs: Any) -> tuple[PreTrainedModel, PreTrainedTok
 
 
 def load_tokenizer(name: str, **kwargs: Any) -> PreTrainedTokenizerBase:
-    """Loads the tokenizer of a model. If it has no padding token, it pads with the end-of-text token.
-
-    Raises:
-        HfExtError: the folder or repository has no tokenizer that can be loaded.
-    """
+    """Loads the tokenizer of a model. If it has no padding token, it pads with the end-of-text token."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **kwargs)
     except (OSError, ValueError) as error:
@@ -80,11 +76,7 @@ def load_tokenizer(name: str, **kwargs: Any) -> PreTrainedTokenizerBase:
 
 
 def load_adapted(name: str, adapter: str) -> tuple[PeftModel, PreTrainedTokenizerBase]:
-    """Loads a model with a saved adapter, and its tokenizer.
-
-    Raises:
-        HfExtError: there is no such model or adapter, or the adapter was trained on another model.
-    """
+    """Loads a model with a saved adapter, and its tokenizer. Raises HfExtError if the adapter was trained on another model."""
     try:
         PeftConfig.from_pretrained(adapter)
     except ValueError as error:
@@ -144,11 +136,8 @@ def adapter_digest(model: PreTrainedModel | PeftModel) -> str:
 
 @contextmanager
 def base_of(model: PreTrainedModel | PeftModel) -> Iterator[PreTrainedModel]:
-    """Yields the model without its adapters, within the block.
-
-    Raises:
-        HfExtError: an adapter changed the base's weights when it was added, so the model without it is not its base.
-    """
+    """Yields the model without its adapters, within the block. Raises HfExtError if an adapter changed the base's weights when
+    it was added: the model without it is not its base."""
     if not isinstance(model, PeftModel):
         yield model
         return

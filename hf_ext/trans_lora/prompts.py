@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Item:
-    """One numbered item of a list that a model continued.
-
-    Attributes:
-        finished: something came after it: the next number, the end of text, or the end of the list.
-    """
+class Item(NamedTuple):
+    """One numbered item of a list that a model continued."""
 
     text: str
-    finished: bool
+    finished: bool  # something came after it: the next number, the end of text, or the end of the list
 
 
 def synthesis_prompt(seeds: Sequence[str], count: int) -> str:

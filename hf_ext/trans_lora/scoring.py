@@ -20,12 +20,7 @@ from hf_ext.trans_lora.models import bare
 def answer_log_probs(
     model: PreTrainedModel | PeftModel, encoder: Encoder, samples: Sequence[dict[str, list[int]]], batch_size: int
 ) -> list[torch.Tensor]:
-    """Returns log p of each token of each answer, given its prompt and the tokens before.
-
-    Args:
-        model: a causal or a sequence-to-sequence language model, with adapters or without. Dropout is off.
-        samples: as the encoder makes them.
-    """
+    """Returns log p of each token of each answer, given its prompt and the tokens before. Dropout is off."""
     log_probs: list[torch.Tensor] = [torch.empty(0)] * len(samples)
     for i, scores, labels in _answers(model, encoder, samples, batch_size):
         log_probs[i] = scores.gather(-1, labels[:, None])[:, 0].cpu()
@@ -73,15 +68,11 @@ def _answers(
 
 @contextlib.contextmanager
 def logits_at(model: PreTrainedModel | PeftModel, places: torch.Tensor) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
-    """Makes a decoder compute logits only at some positions of a batch, (1, positions, vocabulary), within the block.
-
-    The output layer gets only the hidden states at these positions. At all positions, a vocabulary of 152,000 takes gigabytes.
+    """Makes a decoder compute logits only at some positions of a batch, (1, positions, vocabulary), within the block. At all
+    positions, a vocabulary of 152,000 takes gigabytes. Yields a function that selects the positions from (batch, tokens, n).
 
     Args:
         places: (batch, tokens - 1), true at each position whose next token is needed.
-
-    Yields:
-        A function that selects the positions from (batch, tokens, n).
     """
 
     def chosen(hidden: torch.Tensor) -> torch.Tensor:

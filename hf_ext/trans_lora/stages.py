@@ -27,16 +27,8 @@ def is_run(folder: Path, *files: str) -> bool:
 
 
 def claim(folder: Path, part: str, settings: dict[str, Any], files: Sequence[str], anew: bool = False) -> None:
-    """Records in a folder the settings that the files of one part of a run depend on.
-
-    Args:
-        part: "inputs", "labels" or "training".
-        files: patterns of their names. Without such files, the settings may change.
-        anew: change the settings anyway.
-
-    Raises:
-        HfExtError: there are such files, and they were made with other settings.
-    """
+    """Records in a folder the settings that the files of one part of a run ("inputs", "labels" or "training") depend on. Raises
+    HfExtError if there are files of these patterns that were made with other settings, unless the part begins `anew`."""
 
     def check() -> None:
         path = folder / RECORD
@@ -78,17 +70,9 @@ def _on_main_process(work: Callable[[], Any]) -> Any:
 
 
 def begin_training(folder: Path, settings: dict[str, Any], resume_from_checkpoint: str | bool | None) -> str | None:
-    """Claims a folder for a training, and returns the checkpoint that it resumes from; None to begin.
-
-    Args:
-        settings: what a checkpoint depends on. They may have changed if the user sets `resume_from_checkpoint`.
-        resume_from_checkpoint: as in `checkpoint_to_resume`. False deletes the checkpoints, because a killed run would resume
-            from one of them.
-
-    Raises:
-        HfExtError: there are checkpoints of a training with other settings.
-        ValueError: there is no such checkpoint.
-    """
+    """Claims a folder for a training, and returns the checkpoint that it resumes from (see `checkpoint_to_resume`). The
+    settings may have changed if the user sets `resume_from_checkpoint`. False deletes the checkpoints, because a killed run
+    would resume from one of them."""
     checkpoint = checkpoint_to_resume(folder, resume_from_checkpoint)
     if str(resume_from_checkpoint).lower() == "false" and PartialState().is_main_process:
         for path in folder.glob(CHECKPOINTS):
@@ -103,9 +87,6 @@ def checkpoint_to_resume(folder: Path, resume_from_checkpoint: str | bool | None
     Args:
         resume_from_checkpoint: a folder, True for the last checkpoint, False to begin, or None for the last checkpoint if there
             is one. On the command line, TrainingArguments keeps "True" and "False" as texts.
-
-    Raises:
-        ValueError: there is no such checkpoint.
     """
     choice = str(resume_from_checkpoint).lower()
     if choice == "false":
@@ -146,11 +127,7 @@ def write_lines(path: Path, records: Iterable[dict]) -> None:
 
 
 def read_lines(path: Path) -> list[dict]:
-    """Returns the JSON lines of a file, as the main process reads them. Leaves out an unfinished last line.
-
-    Raises:
-        HfExtError: a line is not a JSON object.
-    """
+    """Returns the JSON lines of a file, as the main process reads them. Leaves out an unfinished last line."""
     return _on_main_process(lambda: _parse_lines(path))
 
 

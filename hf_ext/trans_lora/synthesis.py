@@ -27,7 +27,7 @@ from hf_ext.trans_lora.config import TransLoraConfig
 from hf_ext.trans_lora.encoding import Encoder
 from hf_ext.trans_lora.generation import Generator, ModelGenerator, Server
 from hf_ext.trans_lora.models import base_of, on_device
-from hf_ext.trans_lora.prompts import parse_items, synthesis_prompt, synthesis_request
+from hf_ext.trans_lora.prompts import Item, parse_items, synthesis_prompt, synthesis_request
 from hf_ext.trans_lora.stages import append_lines, claim, duration, first_line, in_shares, read_lines, write_lines
 
 SYNTHESIS = "synthesis.jsonl"
@@ -73,8 +73,8 @@ class Prompts:
         self.longest = self.max_input_length + 4  # its number and a line break
         self.room = (args.num_items - args.num_shots) * self.longest
 
-    def answers(self, generate: Generator, number: int, process: int) -> list[tuple[str, bool]]:
-        """Returns the inputs that one process writes in a round, and whether each is finished."""
+    def answers(self, generate: Generator, number: int, process: int) -> list[Item]:
+        """Returns the inputs that one process writes in a round."""
         args, first = self.args, self.args.num_shots + 1
         order = random.Random(f"{args.seed} {number} {process}")
         shown = [order.sample(self.seeds, args.num_shots) for _ in range(args.generation_batch_size)]
@@ -88,15 +88,10 @@ class Prompts:
             stop=f"\n{args.num_items + 1}.",
             longest=self.longest,
         )
-        items = [item for one in written for item in parse_items(one.text, first, args.num_items, one.ended, self.seeds)]
-        return [(item.text, item.finished) for item in items]
+        return [item for one in written for item in parse_items(one.text, first, args.num_items, one.ended, self.seeds)]
 
     def require_room(self) -> None:
-        """Checks that the longest seeds and the text to write fit into the model's context.
-
-        Raises:
-            HfExtError: they do not fit.
-        """
+        """Raises HfExtError unless the longest seeds and the text to write fit into the model's context."""
         longest = sorted(self.seeds, key=len)[-self.args.num_shots :]
         length = len(self.encoder.tokens([self.prompt(longest)])[0]) + (0 if self.encoder.encoder_decoder else self.room)
         self.encoder.require_room(length, f"A prompt of {self.args.num_shots} seeds, with room for what is to be written,")
@@ -110,20 +105,15 @@ class Prompts:
 
 @dataclass
 class Sieve:
-    """The checks of written inputs, in their order: well-formed, no seed, no duplicate, and the filter.
-
-    Attributes:
-        judge: the filter; None keeps all inputs that are well-formed and new.
-        well_formed: function that returns whether a text can be an input of the task.
-    """
+    """The checks of written inputs, in their order: well-formed, no seed, no duplicate, and the filter `judge`."""
 
     prompts: Prompts
     judge: Judge | None = None
-    well_formed: Callable[[str], bool] | None = None
+    well_formed: Callable[[str], bool] | None = None  # checks whether a text can be an input of the task
     seen: set[str] = field(default_factory=set)
 
-    def sift(self, texts: list[tuple[str, bool]], number: int) -> list[Candidate]:
-        """Returns the candidates of a round, from its texts and whether each is finished."""
+    def sift(self, texts: list[Item], number: int) -> list[Candidate]:
+        """Returns the candidates of a round."""
         reasons = [self._fault(text, finished) for text, finished in texts]
         fresh = [text for (text, _), reason in zip(texts, reasons) if reason is None]
         scores = dict(zip(fresh, in_shares(fresh, self.judge))) if self.judge is not None else {}
@@ -163,11 +153,7 @@ def write_inputs(
     Args:
         writer: the model that writes, without its adapters if it has some; or a `Server`.
         settings: what the inputs depend on beside the seeds and the settings of the writing.
-        judge, well_formed: as in `Sieve`.
         of_which: the parts of `needed`, for the error.
-
-    Raises:
-        HfExtError: too few inputs are kept to reach `needed`, or the file belongs to another run.
     """
     args, sieve = prompts.args, Sieve(prompts, judge, well_formed)
     settings = settings | {"seeds": prompts.seeds} | args.synthesis_settings()

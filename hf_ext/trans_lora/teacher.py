@@ -31,12 +31,8 @@ Pairs = list[tuple[str, str]]
 
 
 class Teacher:
-    """The source model with its adapter, which answers inputs.
-
-    Attributes:
-        model: the source model, of any PEFT type or merged; None if a server has it.
-        encoder: of the model's prompts.
-    """
+    """The source model with its adapter, of any PEFT type or merged, which answers inputs; `model` is None if a server has
+    it."""
 
     def __init__(
         self, source: PreTrainedModel | PeftModel | Generator, tokenizer: PreTrainedTokenizerBase, args: TransLoraConfig
@@ -70,11 +66,7 @@ class Teacher:
 
     def answer_seeds(self, seeds: Sequence[str], count: int) -> None:
         """Writes the answers to the seeds to seed_answers.jsonl, and prints them with an estimate of the time for `count`
-        inputs.
-
-        Raises:
-            HfExtError: no answer is complete.
-        """
+        inputs."""
         args, main, start = self.args, PartialState().is_main_process, time.monotonic()
         path = Path(args.output_dir, SEEDS)
         bar = tqdm(total=len(seeds), desc="Answers to the seeds", disable=not main)
@@ -96,14 +88,7 @@ class Teacher:
 
     def label(self, inputs: Mapping[str, str | None]) -> Pairs:
         """Returns inputs with their labels, as in labels.jsonl. The teacher answers those without one. An answer is no label if
-        it is empty or reached max_label_length.
-
-        Args:
-            inputs: inputs with their labels, or None.
-
-        Raises:
-            HfExtError: no input has a label, or the file belongs to another transfer.
-        """
+        it is empty or reached max_label_length."""
         args, main, texts = self.args, PartialState().is_main_process, list(inputs)
         path = Path(args.output_dir, LABELS)
         claim(path.parent, "labels", self._settings(), [LABELS])
