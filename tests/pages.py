@@ -23,6 +23,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import tiny_diffusers
 import tiny_medical_data
 import tiny_models
 import tiny_transfers
@@ -30,6 +31,7 @@ import tiny_uni_med
 import tiny_vision_language_models
 import torch
 from datasets import Dataset, Features, Image, Value
+from diffusers import DDPMScheduler, KandinskyV22Pipeline, VQModel
 from peft import LoraConfig, PeftModel
 from tiny_adapters import small_llama, trained
 from tiny_merges import classifier
@@ -181,6 +183,9 @@ def fm_delta() -> dict[str, Any]:
     torch.manual_seed(9)
     BertModel(tiny_models.bert().config).save_pretrained("bert-b")
     classifier(3, 0).push_to_hub("me/my-bert")
+    scheduler, coder = DDPMScheduler(), VQModel(block_out_channels=(4,), norm_num_groups=2)
+    KandinskyV22Pipeline(tiny_diffusers.model("unet"), scheduler, coder).push_to_hub("org/stable-diffusion")
+    KandinskyV22Pipeline(tiny_diffusers.tuned("unet"), scheduler, coder).save_pretrained("my-pipeline")
     return {"model": classifier(3, 5)}
 
 
