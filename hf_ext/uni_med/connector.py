@@ -26,9 +26,6 @@ def resample(features: torch.Tensor, grid: tuple[int, int], how: Resampling, rat
         grid: height and width.
         how: "projection" concatenates neighbors in a row to (…, tokens / rate, size * rate). "avg_pool" and "max_pool" pool
             squares of √rate by √rate to (…, tokens / rate, size).
-
-    Raises:
-        ValueError: the grid is not divisible by the rate.
     """
     images, tokens, size = features.shape
     if how == "projection":
@@ -177,16 +174,8 @@ class Experts(nn.Module):
 class Connector(nn.Module):
     """Maps visual tokens to input embeddings of the language model.
 
-    Args:
-        vision_size: size of the tower's tokens.
-        text_size: size of the language model's embeddings.
-        kind: one projection ("linear", "mlp") or a mixture of `num_experts` of them ("moe_linear", "moe_mlp").
-        router: weights of the experts. "soft": sigmoid(logits) over their sum; "sparse": softmax over the `top_k` largest
-            logits, and only these experts are computed; "hard": expert i for task i; "constant": equal weights.
-        router_input: input of the router: the task token and the visual token, or one of the two.
-        resampling, resampling_rate: see `resample`.
-        num_tasks: number of task tokens to learn.
-        task_token_size: size of a task token; None for that of the resampled visual tokens.
+    The arguments are fields of `UniMedConfig`: `kind` is its `connector`, and `top_k` its `num_experts_per_tok`, which are the
+    only experts that the sparse router computes. `vision_size` and `text_size` are the sizes of the models' embeddings.
     """
 
     def __init__(
@@ -230,9 +219,6 @@ class Connector(nn.Module):
             features: (images, height * width, vision_size).
             grid: height and width.
             tasks: (images,), the index of each image's task.
-
-        Raises:
-            ValueError: the router requires a task, or the grid cannot be resampled.
         """
         if self.needs_task and tasks is None:
             raise ValueError("This connector routes by task: pass task= to the processor, or image_tasks to the model.")

@@ -72,14 +72,8 @@ def _choose_frame(path: str | os.PathLike, frames: int, frame: int | None) -> in
 
 
 def check_rgb(image: Any, where: str) -> Any:
-    """Returns an image, opened if it is a path or a URL.
-
-    Args:
-        where: names the sample in errors.
-
-    Raises:
-        ValueError: the image cannot be read, or does not have the three channels of RGB in 8 bits.
-    """
+    """Returns an image, opened if it is a path or a URL. Raises a ValueError, which names the sample `where`, if it cannot be
+    read or does not have the three channels of RGB in 8 bits."""
     if isinstance(image, (str, os.PathLike)):
         try:
             image = ImageOps.exif_transpose(Image.open(image)) if os.path.exists(image) else load_image(os.fspath(image))

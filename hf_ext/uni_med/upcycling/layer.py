@@ -93,14 +93,10 @@ class Experts(nn.Module):
         return [self.get_parameter(f"B_{i}") for i in range(self.layers)]
 
     def change(self, index: int, inputs: torch.Tensor) -> torch.Tensor:
-        """Returns each expert's change of a layer's output, s Bₑ Aₑ x: (tokens, experts, outputs).
-
-        Args:
-            inputs: (tokens, inputs).
-        """
-        A, B = self.A[index], self.B[index]
+        """Returns each expert's change of a layer's output, s Bₑ Aₑ x, (tokens, experts, outputs), from (tokens, inputs)."""
+        A = self.A[index]
         reduced = F.linear(self.dropout(inputs.to(A.device, A.dtype)), A.flatten(0, 1)).unflatten(1, A.shape[:2])
-        return torch.einsum("ter,ero->teo", reduced, B) * self.scaling
+        return torch.einsum("ter,ero->teo", reduced, self.B[index]) * self.scaling
 
     def mixed_change(self, index: int, inputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Returns Σₑ wₑ s Bₑ Aₑ xₑ: (tokens, outputs).
@@ -118,11 +114,8 @@ class Experts(nn.Module):
         return (reduced * (weights * self.scaling)[:, :, None]).flatten(1) @ B.flatten(0, 1)
 
     def merged(self, index: int) -> torch.Tensor:
-        """Returns the change of a layer's weight if all tokens have the same weights: (outputs, inputs), in float32.
-
-        Raises:
-            ValueError: the weights are not constant, or the sum of the experts is not a projector of this size.
-        """
+        """Returns the change of a layer's weight, (outputs, inputs), in float32. Raises a ValueError unless all tokens have the
+        same weights of experts, and the sum of the experts is a projector of this size."""
         config, one = self.config, len(self.config.tasks) == 1
         if config.num_experts > 1 and not (config.router == "constant" or (config.router == "hard" and one)):
             raise ValueError(
@@ -174,11 +167,7 @@ class MixtureProjector(nn.Module, BaseTunerLayer):
             self._hooks += [output.register_forward_pre_hook(self._mix), output.register_forward_hook(self._add_change)]
 
     def update_layer(self, adapter_name: str, config: CMoEConfig, rank: int, alpha: float) -> None:
-        """Adds an adapter, on the projector's device.
-
-        Raises:
-            ValueError: the model has merged adapters.
-        """
+        """Adds an adapter, on the projector's device."""
         if self.merged:
             raise ValueError("The model has merged adapters. Call unmerge_adapter() before you add another.")
         shapes = shapes_of(self.base_layer, self.layers)

@@ -59,13 +59,8 @@ PROJECTORS = {
 
 
 def layers_of(projector: nn.Module, name: str) -> Layers:
-    """Returns the layers of a projector, by its class or, for an unknown class, by its linear layers.
-
-    Raises:
-        ValueError: the class is unknown and has not one or two linear layers.
-    """
-    layers = PROJECTORS.get(type(projector).__name__)
-    if layers is not None:
+    """Returns the layers of a projector, by its class or, for an unknown class, by its one or two linear layers."""
+    if layers := PROJECTORS.get(type(projector).__name__):
         return layers
     linear = [name for name, module in projector.named_modules() if isinstance(module, nn.Linear)]
     if len(linear) not in (1, 2):
@@ -77,14 +72,8 @@ def layers_of(projector: nn.Module, name: str) -> Layers:
 
 
 def find_projectors(model: nn.Module, names: Sequence[str] | None) -> list[str]:
-    """Returns the names of a model's projectors.
-
-    Args:
-        names: the modules to take, by their whole name or its end; None to find them by class.
-
-    Raises:
-        ValueError: the model has none, or not those that were named.
-    """
+    """Returns the names of a model's projectors: the modules of these names, whole or their ends, or else those of known
+    classes."""
     modules = {name: module for name, module in model.named_modules() if not name.endswith(".base_layer")}
     if names is None:
         classes = {name: type(getattr(module, "base_layer", module)).__name__ for name, module in modules.items()}

@@ -65,15 +65,8 @@ class BatchTasks:
         self._tasks, self._input_ids, self._image_sizes = tasks, input_ids, inputs.get("image_sizes")
 
     def of_tokens(self, count: int, names: Sequence[str]) -> int | torch.Tensor:
-        """Returns the index of each visual token's task, (count,), or one index for all of them.
-
-        Args:
-            count: number of visual tokens that a projector computes for the batch.
-            names: names of the tasks.
-
-        Raises:
-            ValueError: a task is unknown, or the tokens of the samples cannot be told apart, or the call is over.
-        """
+        """Returns the index of each visual token's task, (count,), or one index for all of them; `count` is the number of
+        visual tokens that a projector computes for the batch."""
         if self._tasks is None:
             if self._last_had_tasks and recomputes_in_backward():
                 raise ValueError(
@@ -130,11 +123,7 @@ class BatchTasks:
 
 
 def _one_per_sample(tasks: Sequence[str] | torch.Tensor | None, samples: torch.Tensor | None) -> list[int | str] | None:
-    """Returns the tasks as a list.
-
-    Raises:
-        ValueError: there are more or fewer tasks than samples.
-    """
+    """Returns the tasks as a list. Raises a ValueError if there are more or fewer tasks than samples."""
     if tasks is None:
         return None
     if samples is not None and len(tasks) != len(samples):
