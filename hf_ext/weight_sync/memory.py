@@ -33,21 +33,13 @@ class Piece(NamedTuple):
 
 
 class Home(NamedTuple):
-    """The place of a part in memory.
+    """The place of a part in memory."""
 
-    Attributes:
-        part: its rows in this machine's memory, contiguous.
-        rows: those of them that the caller keeps.
-        elsewhere: where, if not here.
-        skipped: number of rows of the part before them.
-        is_new: the caller has not got any of them yet.
-    """
-
-    part: torch.Tensor
-    rows: torch.Tensor
-    elsewhere: torch.Tensor | None
-    skipped: int = 0
-    is_new: bool = False
+    part: torch.Tensor  # its rows in this machine's memory, contiguous
+    rows: torch.Tensor  # those of them that the caller keeps
+    elsewhere: torch.Tensor | None  # where, if not here
+    skipped: int = 0  # number of rows of the part before them
+    is_new: bool = False  # the caller has not got any of them yet
 
     def apply(self, chain: Iterable[tuple[np.ndarray, Header]]) -> np.ndarray | None:
         """Changes the part by payloads, one after the other. Returns the rows that changed, None for all."""
@@ -99,11 +91,7 @@ class KeptTensor(NamedTuple):
 
 
 def layout_of(parts: Iterable[tuple[str, Part, Header]]) -> dict[str, Parts]:
-    """Returns the parts of each tensor in the order of their rows.
-
-    Raises:
-        CheckpointError: they do not make up the tensors.
-    """
+    """Returns the parts of each tensor in the order of rows. Raises CheckpointError if they do not make up the tensors."""
     layout: dict[str, Parts] = defaultdict(list)
     for key, part, header in parts:
         layout[part.name].append((key, part, header))

@@ -92,7 +92,7 @@ class Repository:
                 self._api.create_commit(self.repo_id, [*added, *removed], commit_message=message)
 
     def get(self, name: str) -> Buffer:
-        with _access(self), _nowhere() as folder:  # the cache would keep every step
+        with _downloading(self) as folder:  # the cache would keep every step
             try:
                 self._api.hf_hub_download(self.repo_id, name, local_dir=folder)
             except (RemoteEntryNotFoundError, RepositoryNotFoundError) as error:
@@ -118,7 +118,7 @@ class Bucket:
             self._api.batch_bucket_files(self.bucket_id, add=[index], delete=list(remove))
 
     def get(self, name: str) -> Buffer:
-        with _access(self), _nowhere() as folder:
+        with _downloading(self) as folder:
             try:
                 self._api.download_bucket_files(self.bucket_id, [(name, Path(folder, name))], raise_on_missing_files=True)
             except EntryNotFoundError as error:
@@ -127,11 +127,7 @@ class Bucket:
 
 
 def open_place(place: str | os.PathLike | Place) -> Place:
-    """Returns a place for a folder's path, `hf://owner/name`, or `hf://buckets/owner/name`; any other object as it is.
-
-    Raises:
-        CheckpointError: it is another kind of URL, or no valid name on the Hub.
-    """
+    """Returns a place for a folder's path, `hf://owner/name`, or `hf://buckets/owner/name`; any other object as it is."""
     if isinstance(place, str) and "://" in place:
         kind = BUCKETS if place.startswith(BUCKETS) else HUB
         name = place.removeprefix(kind).rstrip("/")
@@ -155,9 +151,11 @@ def _access(place: Place) -> Iterator[None]:
         raise OSError(f"Access to {place} failed: {error}") from error
 
 
-def _nowhere() -> tempfile.TemporaryDirectory:
-    """Returns a folder to download a file to. Mapped, the file outlives its name."""
-    return tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+@contextmanager
+def _downloading(place: Place) -> Iterator[str]:
+    """Yields a folder to download a file to. Mapped, the file outlives its name."""
+    with _access(place), tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        yield folder
 
 
 def _write_through(path: Path, content: bytes) -> None:

@@ -95,9 +95,7 @@ class Publisher:
         run = previous.run if previous else run or uuid.uuid4().hex[:8]
         self._attempt = _common(uuid.uuid4().hex, world_size) if resume else ""
         self._index = Index(run, rank, world_size, uuid.uuid4().hex, previous.steps if previous else [])
-        self._session = (
-            previous and previous.session
-        )  # of the index that is at the place, unless another publisher writes there
+        self._session = previous and previous.session  # of the index at the place, unless another publisher writes there
         self._parts: dict[str, Part] = {}
         self._current: dict[str, torch.Tensor] = {}  # the parts as last published
         self._spare: dict[str, torch.Tensor] = {}  # memory for the next step
@@ -196,9 +194,8 @@ class Publisher:
                     copy = torch.empty(rows.shape, dtype=dtype, pin_memory=rows.is_cuda)
                 copies[key], parts[key] = copy.copy_(rows.detach(), non_blocking=rows.is_cuda), part
                 copying |= {rows.device} if rows.is_cuda else set()
-        for key in self._parts:
-            if key not in parts:
-                raise _other_tensors(key)
+        if missing := self._parts.keys() - parts.keys():
+            raise _other_tensors(min(missing))
         for device in copying:
             torch.cuda.synchronize(device)
         return copies, parts
@@ -249,11 +246,7 @@ class Publisher:
 
 
 def _common(text: str, world_size: int) -> str:
-    """Returns the text that the first of several ranks has.
-
-    Raises:
-        ValueError: the ranks are not those of torch.distributed, so none knows what another has.
-    """
+    """Returns the text that the first of several ranks has."""
     if world_size == 1:
         return text
     from torch import distributed

@@ -35,21 +35,25 @@ class Follower(Protocol):
 
 
 class _Server:
-    """A server with an HTTP interface.
+    """A server with an HTTP interface."""
 
-    Args:
-        unsuitable: what is wrong if it does not know a request.
-    """
+    _info: str  # the path of its answer that tells the version of its weights
+    _unsuitable: str  # what is wrong if it does not know a request
 
-    def __init__(self, url: str, api_key: str | None, unsuitable: str):
-        self.url, self._unsuitable = url.rstrip("/"), unsuitable
+    def __init__(self, url: str, api_key: str | None):
+        self.url = url.rstrip("/")
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
 
     def __str__(self) -> str:
         return self.url
 
-    def _has(self, step: int, path: str) -> bool:
-        answer = self._call(path)
+    def has(self, step: int) -> bool:
+        """Checks whether the server has the weights of a step. A server that was restarted has those that it started with.
+
+        Raises:
+            ServerError: the server cannot be reached.
+        """
+        answer = self._call(self._info)
         with suppress(ValueError, AttributeError):
             return json.loads(answer).get("weight_version") == str(step)
         return False
@@ -82,6 +86,9 @@ class VLLMServer(_Server):
         api_key: API key of the server; by default VLLM_API_KEY of the environment.
     """
 
+    _info = "weight_info"
+    _unsuitable = "it takes no weights. Start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config."
+
     def __init__(
         self,
         url: str,
@@ -89,8 +96,7 @@ class VLLMServer(_Server):
         requests: Literal["wait", "keep", "abort"] = "wait",
         api_key: str | None = None,
     ):
-        unsuitable = "it takes no weights. Start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config."
-        super().__init__(url, api_key or os.environ.get("VLLM_API_KEY"), unsuitable)
+        super().__init__(url, api_key or os.environ.get("VLLM_API_KEY"))
         opened = open_place(place)
         self.requests = requests
         self.place = str(opened.path.absolute()) if isinstance(opened, Folder) else str(opened)
@@ -115,14 +121,6 @@ class VLLMServer(_Server):
         finally:
             self._call("resume", {})
 
-    def has(self, step: int) -> bool:
-        """Checks whether the server has the weights of a step. A server that was restarted has those that it started with.
-
-        Raises:
-            ServerError: the server cannot be reached.
-        """
-        return self._has(step, "weight_info")
-
 
 class SGLangServer(_Server):
     """A running server: `sglang serve --model-path FOLDER`. It loads each step from a local checkpoint.
@@ -137,12 +135,15 @@ class SGLangServer(_Server):
         api_key: API key of the server, that for administrators if it has one.
     """
 
+    _info = "model_info"
+    _unsuitable = "it is no SGLang server."
+
     def __init__(
         self, url: str, checkpoint: LocalCheckpoint, requests: Literal["wait", "abort"] = "wait", api_key: str | None = None
     ):
         if requests not in ("wait", "abort"):
             raise ValueError(f"SGLang's requests can wait or abort, not {requests}")
-        super().__init__(url, api_key, "it is no SGLang server.")
+        super().__init__(url, api_key)
         self.checkpoint, self.requests = checkpoint, requests
 
     def update(self, step: int) -> None:
@@ -155,14 +156,6 @@ class SGLangServer(_Server):
         self.checkpoint.update(step)
         options = {"weight_version": str(step), "abort_all_requests": self.requests == "abort"}
         self._call("update_weights_from_disk", {"model_path": str(self.checkpoint)} | options)
-
-    def has(self, step: int) -> bool:
-        """Checks whether the server has the weights of a step. A server that was restarted has those that it started with.
-
-        Raises:
-            ServerError: the server cannot be reached.
-        """
-        return self._has(step, "model_info")
 
 
 def follow(

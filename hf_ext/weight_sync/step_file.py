@@ -42,20 +42,13 @@ class Part(NamedTuple):
 
 @dataclass
 class Step:
-    """A step as the index lists it.
-
-    Attributes:
-        step: its number.
-        before, after: digests of all parts of the rank before and after the step; `before` is None if there is no delta.
-        attempt: distinguishes steps of one number that a resumed training published again; the same for all ranks.
-        delta, anchor: bytes of the files, by name.
-    """
+    """A step as the index lists it."""
 
     step: int
-    before: str | None
+    before: str | None  # digest of all parts of the rank before the step; None if there is no delta
     after: str
-    attempt: str = ""
-    delta: dict[str, int] = field(default_factory=dict)
+    attempt: str = ""  # tells apart steps of one number that a resumed training published again; the same for all ranks
+    delta: dict[str, int] = field(default_factory=dict)  # bytes of the files, by name
     anchor: dict[str, int] = field(default_factory=dict)
 
     def is_valid(self) -> bool:
@@ -67,31 +60,20 @@ class Step:
 
 @dataclass
 class Index:
-    """The steps that one rank of a run has published.
-
-    Attributes:
-        run: the training's name.
-        rank, world_size: of the publisher, among those that each publish a share of the weights.
-        session: tells publishers apart that continue one run.
-        steps: oldest first, of increasing numbers.
-    """
+    """The steps that one rank of a run has published."""
 
     run: str
     rank: int
     world_size: int
-    session: str
-    steps: list[Step]
+    session: str  # tells publishers apart that continue one run
+    steps: list[Step]  # oldest first, of increasing numbers
 
     def to_bytes(self) -> bytes:
         return json.dumps({"version": VERSION} | asdict(self), indent=1).encode()
 
     @classmethod
     def read(cls, place: Place, rank: int) -> Index | None:
-        """Returns the index of a rank; None if nothing was published.
-
-        Raises:
-            CorruptFileError: it is damaged, or from a newer version.
-        """
+        """Returns the index of a rank; None if nothing was published."""
         name = index_name(rank)
         try:
             fields = json.loads(bytes(place.get(name)))
@@ -136,16 +118,8 @@ def write_file(index: Index, step: Step, payloads: Mapping[str, bytes], parts: M
 
 
 class StepFile:
-    """A file of a step, checked whole: its header, and the checksum of every payload.
-
-    Attributes:
-        run, rank, step, before, after: as in the index.
-        payloads, headers: of the parts that it holds, by key.
-        parts: which rows of which tensors they are.
-
-    Raises:
-        CorruptFileError: it is damaged, or from a newer version.
-    """
+    """A file of a step, checked whole: its header, and the checksum of every payload. Its attributes are fields of the index,
+    and by key the parts that it holds, with their payloads and headers."""
 
     def __init__(self, content: Buffer, name: str):
         data = np.frombuffer(content, np.uint8)
