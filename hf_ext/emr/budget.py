@@ -30,16 +30,10 @@ VECTOR = 1 / 16  # of the step, for a tensor of one dimension: each of its value
 
 
 class Step(NamedTuple):
-    """How the changes of a coded task are stored.
+    """How the changes of a coded task are stored."""
 
-    Attributes:
-        size: the smallest change of a single value.
-        gain: factor of the stored changes. It restores the length of the task vector (as arXiv 2412.00054 does), and with it
-            more of what the task learned.
-    """
-
-    size: float
-    gain: float = 1
+    size: float  # the smallest change of a single value
+    gain: float = 1  # factor of the changes: it restores the length of the task vector, as arXiv 2412.00054 does
 
 
 def step_of(step: float, name: str, entry: Entry) -> float:
@@ -58,13 +52,8 @@ def step_of(step: float, name: str, entry: Entry) -> float:
 def choose_step(
     model: TaskModel, base: TensorSource, names: Sequence[str], keep: float | None = None, bits: float | None = None
 ) -> Step:
-    """Returns the step at which a task takes so many bits per parameter, or so many of its values get a change of their own.
-
-    Args:
-        names: the tensors of the model that are coded.
-        keep: share of the values, from 0 to 1.
-        bits: per parameter. Either `keep` or `bits` is given.
-    """
+    """Returns the step at which the coded tensors of these names take `bits` per parameter, or at which the share `keep` of
+    their values get a change of their own."""
     wanted = bits if keep is None else keep
     assert wanted is not None
     sample = _sample(model, base, names, every=False)

@@ -19,25 +19,14 @@ GIVE_BASE = "Give the base that all tasks were fine-tuned from."
 
 @dataclass(frozen=True, eq=False)
 class TaskModel:
-    """A model to merge.
-
-    Attributes:
-        task: the name of its task.
-        assets: its files besides config.json and weights, by name.
-        ties: its weights that other tasks hold apart: by name, the one that it is tied to.
-    """
+    """A model to merge."""
 
     task: str
     folder: Path
     tensors: TensorSource
     config: dict
-    assets: Mapping[str, Path]
-    ties: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def vocabulary(self) -> int | None:
-        """The vocabulary size; None if there is none."""
-        return vocabulary(self.config)
+    assets: Mapping[str, Path]  # its files besides config.json and weights, by name
+    ties: Mapping[str, str] = field(default_factory=dict)  # of weights that other tasks hold apart: the one tied to, by name
 
     def __str__(self) -> str:
         return f"task '{self.task}' ({self.tensors})"

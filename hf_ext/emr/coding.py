@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,32 +18,20 @@ METHODS = ELECTED, CODED = "emr", "switch"
 BITS = 0.25  # per parameter and task, by default
 LEAST_BITS = 0.001  # per parameter and task
 ENTRY = 250  # bytes that the entry of a tensor takes in the headers of a folder, about
-CHUNK = 1 << 20  # values worked on at a time
+CHUNK = 1 << 20  # values of each task worked on at a time
 
 
-@dataclass(frozen=True)
-class Budget:
-    """The size of coded tasks: one of these.
+class Budget(NamedTuple):
+    """The size of coded tasks: one of these."""
 
-    Attributes:
-        keep: share of the values that get a number of their own.
-        bits: per parameter and task.
-        size: bytes of the folder, at most.
-        reserved: of these, the bytes to leave free.
-    """
-
-    keep: float | None = None
-    bits: float | None = None
-    size: int | None = None
-    reserved: int = 0
+    keep: float | None = None  # share of the values that get a number of their own
+    bits: float | None = None  # per parameter and task
+    size: int | None = None  # bytes of the folder, at most
+    reserved: int = 0  # of these, the bytes to leave free
 
 
 def budget_of(method: str, keep: float | None, bits: float | None, size: int | str | None) -> Budget | None:
-    """Returns the checked size of coded tasks; None for elected tasks.
-
-    Raises:
-        CheckpointError: a value is invalid, or more than one is given.
-    """
+    """Returns the checked size of coded tasks; None for elected tasks."""
     if method not in METHODS:
         raise CheckpointError(f"method={method!r} is not supported; choose one of: {', '.join(METHODS)}.")
     given = {name: value for name, value in (("keep", keep), ("bits", bits), ("size", size)) if value is not None}

@@ -99,31 +99,20 @@ def modulate(
 
 
 class Target(NamedTuple):
-    """A tensor in memory that changes from one task's to another's.
+    """A tensor in memory that changes from one task's to another's. All arrays are bytes."""
 
-    Attributes:
-        dtype: code of its float type.
-        base, elected: bytes of the base's and of the elected tensor.
-        mask, scale: of the task that it belongs to; the mask may be None.
-        to_mask, to_scale: of the task that it changes to.
-        live: the bytes to overwrite.
-    """
-
-    dtype: int
+    dtype: int  # code of its float type
     base: np.ndarray
     elected: np.ndarray
-    mask: np.ndarray | None
+    mask: np.ndarray | None  # of the task that it belongs to
     scale: float
-    to_mask: np.ndarray | None
+    to_mask: np.ndarray | None  # of the task that it changes to
     to_scale: float
-    live: np.ndarray
+    live: np.ndarray  # the memory to overwrite
 
 
 def retarget(targets: Sequence[Target], threads: int = 1) -> int | None:
-    """Overwrites the weights of one task by those of another, all or none.
-
-    Returns:
-        None on success. Otherwise the index of a target that differs from the first task's weights; then no target is changed.
-    """
+    """Overwrites the weights of one task by those of another, all or none. Returns None, or the index of a target that differs
+    from the first task's weights, where no target is changed."""
     place = _native.retarget(tuple(targets), threads)
     return None if place == len(targets) else place

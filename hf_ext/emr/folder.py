@@ -97,11 +97,7 @@ class MergeFolder:
         return self
 
     def reopened(self) -> MergeFolder:
-        """Returns the same merge, with nothing in memory that the files may no longer hold.
-
-        Raises:
-            CheckpointError: the folder holds another merge now.
-        """
+        """Returns the same merge, with nothing in memory that the files may no longer hold."""
         again = MergeFolder(self.folder, self.base.name, self.base.revision, self.hub)
         if again.fingerprint != self.fingerprint:
             raise CheckpointError(f"{again.folder} holds another merge than when the model was loaded. Load the model again.")
@@ -171,11 +167,8 @@ class MergeFolder:
         return name in self.files[task].record.modulated or self.files[task].is_coded(name)
 
     def prior(self, name: str) -> np.ndarray:
-        """Returns the base's bytes of an elected tensor, cast to the tensor's type.
-
-        Raises:
-            BaseModelError: they are not those that were merged against.
-        """
+        """Returns the base's bytes of an elected tensor, cast to the tensor's type. Raises BaseModelError if they are not those
+        that were merged against."""
         if name in self._priors:
             return self._priors[name]
         twin = self.base.twin_of(name)
@@ -264,11 +257,7 @@ class MergeFolder:
 
 
 def open_merge(folder: Path, base: str | os.PathLike | None = None, revision: str | None = None, hub: Hub = HUB) -> MergeFolder:
-    """Opens a merge (see `MergeFolder`). In the Hub's cache, downloads the files of its tasks first, if they are not there.
-
-    Raises also:
-        CheckpointError: they cannot be downloaded.
-    """
+    """Opens a merge (see `MergeFolder`). In the Hub's cache, downloads the files of its tasks first, if they are not there."""
     tasks = storage_settings(folder).get("tasks")
     tasks = tasks if isinstance(tasks, list) else []  # anything else is refused when the merge is opened
     wanted = [folder / task_folder(str(task)) / name for task in tasks for name in (FILE, CONFIG)]
@@ -298,10 +287,8 @@ def _belongs(path: Path, elected: str) -> bool:
 
 
 class TaskSource(TensorSource):
-    """The tensors of one task of a merge. Computes each tensor when it is read.
-
-    `names` leaves out the weights that the task ties and other tasks hold apart.
-    """
+    """The tensors of one task of a merge, computed when they are read; `names` leaves out the weights that the task ties and
+    other tasks hold apart."""
 
     def __init__(self, merged: MergeFolder, task: str):
         self.name = f"{merged.folder}{OF_TASK}{task}"

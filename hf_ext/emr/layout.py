@@ -38,12 +38,7 @@ def task_folder(task: str) -> str:
 
 
 def task_files(folder: Path) -> dict[str, TaskFile]:
-    """Opens the files of all tasks of a merge, in the order of config.json.
-
-    Raises:
-        CheckpointError: the folder holds no merge.
-        CorruptFileError: a file is damaged, missing, or from a newer version.
-    """
+    """Opens the files of all tasks of a merge, in the order of config.json. Raises CheckpointError if the folder holds none."""
     settings = storage_settings(folder)
     if settings.get("quant_method") != EMR:
         raise CheckpointError(
@@ -84,11 +79,8 @@ def older_files(folder: Path) -> list[Path]:
 
 
 def name_of_task(name: str, task: str, tasks: Sequence[str]) -> str:
-    """Returns MERGE#TASK, or MERGE for the first of `tasks`, which the name of the merge loads.
-
-    Args:
-        name: the name of the merge, or of one of its tasks.
-    """
+    """Returns MERGE#TASK, or MERGE for the first of `tasks`, which the name of the merge loads. `name` is that of the merge, or
+    of one of its tasks."""
     for other in tasks:
         name = name.removesuffix(f"{OF_TASK}{other}")
     return name if task == tasks[0] else f"{name}{OF_TASK}{task}"

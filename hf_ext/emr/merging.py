@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -275,8 +274,20 @@ def _write(
             if budget is None or budget.size is None or finished.bytes <= budget.size:
                 break
             # The sample took too few bits. `reserved` grows until the folder fits, or nothing is left for the tasks.
-            budget = replace(budget, reserved=budget.reserved + 3 * (finished.bytes - budget.size) // 2)
-        _write_card(stage, finished, base, folders, out)
+            budget = budget._replace(reserved=budget.reserved + 3 * (finished.bytes - budget.size) // 2)
+        write_card(
+            stage,
+            "emr",
+            [base.name, *folders],
+            "merge",
+            target=out,
+            tags=["emr-merging", "merge"],
+            revision=base.revision,
+            model_class=class_of(stage),
+            tasks=[task.task for task in finished.tasks],
+            size=megabytes(finished.bytes),
+            figures=markdown_table(COLUMNS, finished.rows()),
+        )
     for task in finished.tasks:
         if task.relative >= 1:
             logger.warning(
@@ -286,26 +297,8 @@ def _write(
     return finished
 
 
-def _write_card(
-    stage: Path, finished: MergeReport, base: TensorSource, models: Sequence[str | os.PathLike], target: Path
-) -> None:
-    write_card(
-        stage,
-        "emr",
-        [base.name, *models],
-        "merge",
-        target=target,
-        tags=["emr-merging", "merge"],
-        revision=base.revision,
-        model_class=class_of(stage),
-        tasks=[task.task for task in finished.tasks],
-        size=megabytes(finished.bytes),
-        figures=markdown_table(COLUMNS, finished.rows()),
-    )
-
-
-def _folder_of(name: str | os.PathLike, what: str = "The merge") -> Path:
-    return downloaded(name, f"{what}: ")
+def _folder_of(name: str | os.PathLike) -> Path:
+    return downloaded(name, "The merge: ")
 
 
 def _config_of(base: TensorSource) -> dict:

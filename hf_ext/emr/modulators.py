@@ -44,12 +44,9 @@ MASK, OWN, ROWS, CODE = "mask/", "own/", "rows/", "code/"  # kinds of entries; t
 
 
 def is_asset(name: str) -> bool:
-    """Checks whether a file belongs to a model besides config.json and weights: tokenizer, generation settings, code, modules
-    in folders of their own. Weights in other formats, hidden files, the card and the state of a training do not.
-
-    Args:
-        name: the file's path in the model's folder, with slashes.
-    """
+    """Checks whether a file of a model's folder (a path with slashes) belongs to it besides config.json and weights: tokenizer,
+    generation settings, code, modules in folders of their own. Weights in other formats, hidden files, the card and the state
+    of a training do not."""
     path = PurePosixPath(name)
     is_plain = str(path) == name and not path.is_absolute() and name.isprintable() and "\\" not in name
     if not is_plain or any(part.startswith(".") for part in path.parts):
@@ -62,45 +59,26 @@ def is_asset(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Modulated:
-    """The rule that makes a task's tensor from the elected one.
+    """The rule that makes a task's tensor from the elected one."""
 
-    Attributes:
-        scale: λ of this tensor.
-        prior: XXH3-64 of the base's bytes of this tensor, cast to the type of the elected one.
-        rows: if the task's tensor has another number of rows, the number of first rows that come from the elected tensor.
-            Further rows are in the task's file.
-    """
-
-    scale: float
-    prior: str
-    rows: int | None = None
+    scale: float  # λ of this tensor
+    prior: str  # XXH3-64 of the base's bytes of this tensor, cast to the type of the elected one
+    rows: int | None = None  # how many come from an elected tensor of another number of rows; the task's file has further ones
 
 
 @dataclass
 class TaskRecord:
-    """The contents of the header of a task's file.
-
-    Attributes:
-        task: the task's name.
-        elected: digest of the elected weights that the masks belong to.
-        modulated: the tensors that are made from elected ones.
-        shared: the tensors that are stored unchanged among the elected weights.
-        files: paths of the checkpoint's files besides config.json and the weights, with slashes.
-        config: XXH3-64 of the task's config.json.
-        report: figures for people, see reports.py.
-        checksums: XXH3-64 of the bytes of each entry of the file.
-        ties: weights that the task ties and other tasks hold apart: by name, the tensor that they are tied to.
-    """
+    """The contents of the header of a task's file."""
 
     task: str
-    elected: str
-    modulated: dict[str, Modulated] = field(default_factory=dict)
-    shared: list[str] = field(default_factory=list)
-    files: list[str] = field(default_factory=list)
-    config: str = ""
-    report: dict[str, float] = field(default_factory=dict)
-    checksums: dict[str, str] = field(default_factory=dict)
-    ties: dict[str, str] = field(default_factory=dict)
+    elected: str  # digest of the elected weights that the masks belong to
+    modulated: dict[str, Modulated] = field(default_factory=dict)  # the tensors that are made from elected ones
+    shared: list[str] = field(default_factory=list)  # the tensors that are stored unchanged among the elected weights
+    files: list[str] = field(default_factory=list)  # besides config.json and the weights; paths with slashes
+    config: str = ""  # XXH3-64 of the task's config.json
+    report: dict[str, float] = field(default_factory=dict)  # figures for people, see reports.py
+    checksums: dict[str, str] = field(default_factory=dict)  # XXH3-64 of the bytes of each entry of the file
+    ties: dict[str, str] = field(default_factory=dict)  # of weights that other tasks hold apart: the one tied to, by name
 
 
 class TaskWriter:
@@ -174,9 +152,6 @@ class TaskFile:
         entries: by their full name, such as "mask/lm_head.weight".
         record: the contents of the header; `digest` is its checksum, which covers those of all entries.
         own, coded: the names of the task's own tensors, and of the coded ones, which are made from the base's.
-
-    Raises:
-        CorruptFileError: the file is damaged, or from a newer version.
     """
 
     def __init__(self, path: Path):
@@ -206,9 +181,6 @@ class TaskFile:
     def names(self) -> list[str]:
         """Returns the names of all tensors of the task's checkpoint."""
         return list(self._names)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._names
 
     def mask(self, name: str, values: int) -> np.ndarray | None:
         """Returns the mask of an elected tensor with this number of values; None if no bit is set."""

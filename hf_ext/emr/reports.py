@@ -42,14 +42,7 @@ class TaskReport:
     step: float | None = None
 
 
-COLUMNS = (
-    "task",
-    "λ or step",
-    "share",
-    "relative L2",
-    "cosine",
-    "bits/parameter",
-)
+COLUMNS = ("task", "λ or step", "share", "relative L2", "cosine", "bits/parameter")
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from hf_ext.emr.checks import (
     require_same_layers,
     vocabulary,
 )
-from hf_ext.emr.coding import ENTRY, LEAST_BITS, Budget, sums_of
+from hf_ext.emr.coding import CHUNK, ENTRY, LEAST_BITS, Budget, sums_of
 from hf_ext.emr.folder import MergeFolder
 from hf_ext.emr.layout import task_folder
 from hf_ext.emr.modulators import CODE, FILE, OWN, ROWS, Modulated, TaskFile, TaskRecord, TaskWriter, copy_task
@@ -41,7 +41,6 @@ from hf_ext.storage.prefetch import threads_for
 from hf_ext.storage.safetensors_file import RawTensor, float_name
 from hf_ext.storage.source import TensorSource
 
-CHUNK = 1 << 20  # values of each task worked on at a time
 RUNS, MORE_RUNS, RUN = 24, 240, 1 << 16  # of a sample: numbers of runs, and values in each
 SUM_NAMES = election.SUMS.names or ()
 RESCALE = ("tensor", "paper", "tensor_mean")
@@ -56,12 +55,8 @@ class MergeWriter:
         models: the models of all tasks.
         out: folder to write.
         standing: a merge to add tasks to, or to remove tasks from. The tasks that stay keep all their bits.
-        accept_conflicts: merge tasks that end farther from their own models than the base is.
+        accept_conflicts: as in `merge`.
         budget: the size of the new tasks if they are coded. Coded tasks do not vote.
-
-    Raises:
-        CheckpointError: the checkpoints cannot be merged.
-        BaseModelError: they are not fine-tunes of this base.
     """
 
     def __init__(
@@ -70,9 +65,9 @@ class MergeWriter:
         base_config: dict,
         models: Sequence[TaskModel],
         out: Path,
-        standing: MergeFolder | None = None,
-        accept_conflicts: bool = False,
-        budget: Budget | None = None,
+        standing: MergeFolder | None,
+        accept_conflicts: bool,
+        budget: Budget | None,
     ):
         self.base, self.models, self.out, self.standing = base, models, out, standing
         self.accept_conflicts, self.budget = accept_conflicts, budget
@@ -105,12 +100,7 @@ class MergeWriter:
         self.priors: dict[str, str] = {}  # elected tensor -> checksum of the base's, in its type
 
     def write(self, rescale: str, max_shard_size: int | str) -> None:
-        """Writes the whole folder.
-
-        Args:
-            rescale: as in `merge`.
-            max_shard_size: as in `save_pretrained`.
-        """
+        """Writes the whole folder. The arguments are those of `merge`."""
         try:
             if rescale not in RESCALE:
                 raise CheckpointError(f"rescale={rescale!r} is not supported; choose one of: {', '.join(RESCALE)}.")
@@ -179,7 +169,7 @@ class MergeWriter:
                     f"these are models of different sizes. {GIVE_BASE}"
                 )
             # With as many rows as words, it is a resized embedding. Otherwise it is a head for other labels.
-            if base_shape[0] != self._words or shape[0] != model.vocabulary:
+            if base_shape[0] != self._words or shape[0] != vocabulary(model.config):
                 return False
         for voter in self.voters[name][:1]:
             if (dtype := voter.tensors.entry(name).dtype) != entry.dtype:
@@ -285,10 +275,7 @@ class MergeWriter:
             self.steps[model] = choose_step(model, self.base, coded, budget.keep, bits)
 
     def _bits(self, size: int, names: Mapping[TaskModel, Sequence[str]]) -> float:
-        """Returns the bits per parameter and task that are left of a folder of this size in bytes.
-
-        Raises CheckpointError if there are too few.
-        """
+        """Returns the bits per parameter and task that are left of a folder of this size in bytes, if there are enough."""
         first, fixed = self.models[0], ENTRY * len(self.holders)
         if self.standing:
             fixed = sum((self.standing.folder / path).stat().st_size for path in self.standing.all_files())
