@@ -40,11 +40,7 @@ def remove_settings(config: PretrainedConfig, *args: Any, **kwargs: Any) -> None
 def read_weights(
     read: Callable[..., Weights], loader: DefaultModelLoader, source: DefaultModelLoader.Source, **options: Any
 ) -> Weights:
-    """Returns the tensors of a compressed checkpoint or of a task of a merge. Leaves all others to `read`.
-
-    Raises:
-        CheckpointError, BaseModelError, CorruptFileError: the model cannot be opened.
-    """
+    """Returns the tensors of a compressed checkpoint or of a task of a merge. Leaves all others to `read`."""
     config, name = source.model_config, source.model_or_path
     model = StoredModel.named(name, source.revision)
     if not model.is_encoded():

@@ -22,17 +22,11 @@ if TYPE_CHECKING:
 
 
 class StoredModel(NamedTuple):
-    """The location of a stored model.
+    """The location of a stored model."""
 
-    Attributes:
-        path: folder or Hub id.
-        revision: branch, tag or commit on the Hub.
-        task: a task of a merge. None for its first task, and for anything else.
-    """
-
-    path: str
+    path: str  # folder or Hub id
     revision: str | None = None
-    task: str | None = None
+    task: str | None = None  # of a merge; None for its first task, and for anything else
 
     @classmethod
     def named(cls, name: str, revision: str | None = None) -> StoredModel:
@@ -52,13 +46,7 @@ class StoredModel(NamedTuple):
         return folder.is_dir() and storage_settings(folder).get("quant_method") in ENCODINGS
 
     def open(self) -> TensorSource:
-        """Returns the model's tensors, which are decoded when they are read.
-
-        Raises:
-            CheckpointError: the model has no such task, or is not there.
-            BaseModelError: its base is missing, or differs from the one it was written against.
-            CorruptFileError: a file is damaged.
-        """
+        """Returns the model's tensors, which are decoded when they are read."""
         checkpoint = Checkpoint(self.path, self.revision)
         if checkpoint.has_metadata(PARTS_OF):
             merged = open_merge(checkpoint.paths[0].parent)

@@ -30,19 +30,12 @@ CORES = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
 
 @dataclass
 class _Loaded:
-    """The weights that a module in memory holds.
+    """The weights that a module in memory holds."""
 
-    Attributes:
-        models: the models to switch to by name, among them the one that vLLM was started with.
-        name: the model whose weights they are.
-        source: its tensors. None while a switch is under way, and after one that failed.
-        states: the state of its files when they were opened.
-    """
-
-    models: dict[str, StoredModel]
-    name: str = ""
-    source: TensorSource | None = None
-    states: list[tuple[int, ...]] = field(default_factory=list)
+    models: dict[str, StoredModel]  # to switch to, by name, among them the one that vLLM was started with
+    name: str = ""  # of the model whose weights they are
+    source: TensorSource | None = None  # its tensors; None while a switch is under way, and after one that failed
+    states: list[tuple[int, ...]] = field(default_factory=list)  # of its files when they were opened
 
 
 _loaded: WeakKeyDictionary[torch.nn.Module, _Loaded] = WeakKeyDictionary()

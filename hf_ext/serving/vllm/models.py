@@ -21,9 +21,6 @@ def read_models(models: object) -> dict[str, StoredModel]:
     Args:
         models: maps each name to PATH, MERGE#TASK, or a mapping with `path` and optionally `revision` and `task`; or it is the
             path of a JSON file with such a mapping, whose relative paths are looked up from its folder.
-
-    Raises:
-        CheckpointError: it is none of these.
     """
     beside = None
     if isinstance(models, str | os.PathLike):
@@ -49,13 +46,13 @@ def _stored(name: str, value: Any, beside: Path | None) -> StoredModel:
 
 
 def changed(before: TensorSource, after: TensorSource) -> Iterator[str]:
-    """Returns the names of the tensors to load where the model `after` replaces `before`: see `whole_layers`.
-
-    Raises:
-        CheckpointError: the two have different tensors, so one cannot replace the other.
-    """
+    """Returns the names of the tensors to load where the model `after` replaces `before`: see `whole_layers`."""
     require_same_shapes(before, after)
-    return whole_layers(after.names(), lambda name: _differs(name, before, after))
+
+    def differs(name: str) -> bool:
+        return before.entry(name).dtype != after.entry(name).dtype or before.identity(name) != after.identity(name)
+
+    return whole_layers(after.names(), differs)
 
 
 def whole_layers(names: Iterable[str], differs: Callable[[str], bool]) -> Iterator[str]:
@@ -79,7 +76,3 @@ def require_same_shapes(before: TensorSource, after: TensorSource) -> None:
             raise CheckpointError(f"{after} cannot replace {before}: its tensor '{name}' is new or has another shape.")
     if missing := [name for name in before.names() if name not in after]:
         raise CheckpointError(f"{after} cannot replace {before}: it has no tensor '{missing[0]}'.")
-
-
-def _differs(name: str, before: TensorSource, after: TensorSource) -> bool:
-    return before.entry(name).dtype != after.entry(name).dtype or before.identity(name) != after.identity(name)

@@ -72,7 +72,6 @@ class ServedModels:
     """The models of a server, one of which is in the engine's memory.
 
     Args:
-        engine: vLLM's engine.
         models: for each name of a model, its name for `reload_weights`, and where it is stored. The first one is loaded.
         paths: vLLM's list of its models. The first one names the model in responses, so the loaded one is kept there.
         shapes: the tensors of the first model, of which only names and shapes are read. It is opened once, so that the other
@@ -86,7 +85,7 @@ class ServedModels:
         models: dict[str, tuple[str, StoredModel]],
         paths: list[BaseModelPath],
         shapes: TensorSource,
-        has_adapters: bool = False,
+        has_adapters: bool,
     ):
         self.engine, self.models, self.paths, self.shapes = engine, models, paths, shapes
         self.has_adapters = has_adapters
@@ -95,7 +94,6 @@ class ServedModels:
 
     async def _check(self, name: str) -> None:
         """Raises what is wrong with a model as far as its headers show it."""
-
         await asyncio.to_thread(lambda: require_same_shapes(self.shapes, self.models[name][1].open()))
 
     async def _switch(self, name: str) -> None:
@@ -124,8 +122,7 @@ class _OneModelAtATime:
     """Middleware that lets a request pass when it is the turn of its model."""
 
     def __init__(self, app: ASGIApp, plugin: ModelSwitching):
-        self.app = app
-        self.plugin = plugin
+        self.app, self.plugin = app, plugin
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         models = self.plugin.models
