@@ -1,5 +1,5 @@
 """Measure the fine-tune codec and its peers on real pairs of base and fine-tune: size, speed, loading with Transformers,
-sending over links, a model of a billion parameters, fused experts, and one-byte types.
+sending over links, models of a billion parameters, fused experts, and one-byte types.
 
     python benchmarks/fm_delta.py --pairs pairs
 
@@ -20,6 +20,7 @@ from measuring import TORCH, fresh, in_turns, one_thread, peak_of, print_table, 
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from sections.alone import alone
+from sections.diffusion import diffusion
 from sections.experts import experts
 from sections.links import cold, links
 from sections.load_from_hub import empty_model, load_and_read
@@ -245,7 +246,7 @@ def in_each_type(section: Callable[[argparse.Namespace, str], dict]) -> Callable
 
 
 TYPED = [size, merged, alone, speed, load, switching, search, series, links, cold]
-WHOLE = [widened, scale, experts, quantized, language_model, xet]
+WHOLE = [widened, scale, diffusion, experts, quantized, language_model, xet]
 SECTIONS = {section.__name__: in_each_type(section) for section in TYPED} | {section.__name__: section for section in WHOLE}
 
 
