@@ -60,7 +60,7 @@ def all_weights(folder: Path) -> list[Path]:
 
 def models_in(folder: Path) -> list[str]:
     """Returns the folders of models in a folder, relative to it: the components with weights of a diffusers pipeline, or '' for
-    one model.
+    one model. Leaves out links to components of another pipeline, which stay links.
 
     Raises:
         CheckpointError: no component has safetensors weights.
@@ -69,8 +69,9 @@ def models_in(folder: Path) -> list[str]:
     if not os.path.lexists(folder / PIPELINE):
         return [""]
     _require_complete(folder)
-    names = sorted(name for name in read_config(folder / PIPELINE) if OWN_FOLDER.fullmatch(name) and (folder / name).is_dir())
-    if models := [name for name in names if all_weights(folder / name)]:
+    names = [name for name in sorted(read_config(folder / PIPELINE)) if OWN_FOLDER.fullmatch(name)]
+    folders = [name for name in names if (folder / name).is_dir() and not (folder / name).is_symlink()]
+    if models := [name for name in folders if all_weights(folder / name)]:
         return models
     raise CheckpointError(f"{folder} is a diffusers pipeline, and none of its components holds safetensors weights.")
 

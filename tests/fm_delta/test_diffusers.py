@@ -215,6 +215,19 @@ def test_names_in_the_list_of_components_lead_into_no_other_folder(place: Path, 
     assert contents(tmp_path / "b").keys() == {f"back/{name}" for name in contents(tmp_path / "a" / "small")}
 
 
+def test_links_to_components_of_another_pipeline_stay_links(place: Path, tmp_path: Path) -> None:
+    for name in ("base", "tuned"):
+        shutil.copytree(place / name, tmp_path / name)
+    shutil.rmtree(tmp_path / "tuned" / "vae")
+    (tmp_path / "tuned" / "vae").symlink_to("../base/vae")
+    before = contents(tmp_path / "base")
+    fm_delta.compress_checkpoint(tmp_path / "tuned", tmp_path / "base", tmp_path / "small", verify=True)
+    fm_delta.decompress_checkpoint(tmp_path / "small", tmp_path / "back")
+    assert contents(tmp_path / "base") == before and contents(tmp_path / "back") == contents(tmp_path / "tuned")
+    assert (tmp_path / "small" / "vae").is_symlink() and (tmp_path / "back" / "vae").is_symlink()
+    assert_same_weights(load(tmp_path / "small").vae, model("vae"))
+
+
 def test_loading_says_what_is_wrong(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = tmp_path / "unet"
     shutil.copytree(place / "small" / "unet", small)
