@@ -68,12 +68,14 @@ class Hub(NamedTuple):
             return [self.download(name, file, revision) for file in files]
 
         with reaching(name, revision):
+            shards = [SINGLES[0]]  # for the error if there is none
             for single, index in zip(SINGLES, INDICES):
                 with contextlib.suppress(errors.EntryNotFoundError):
                     return download([single])
                 with contextlib.suppress(errors.EntryNotFoundError):
-                    return download(read_index(self.download(name, index, revision)))
-            return download([SINGLES[0]])  # raises the error
+                    shards = read_index(self.download(name, index, revision))
+                    break
+            return download(shards)
 
     def headers(self, name: str, files: list[str], revision: str | None) -> list[SafetensorsFileMetadata]:
         """Returns the headers of safetensors files that are not downloaded yet; an empty result if a file is downloaded or

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -186,6 +187,24 @@ def test_weights_of_another_model_are_not_downloaded(client, commits, tmp_path):
         assert "'user/base'" in message and "F32 tensor that predicts" in message
     asked = [(method, path) for method, path, status in client.hub.log[seen:] if "user/wide" in path and status < 300]
     assert {"GET"} < {method for method, path in asked} and not list(tmp_path.rglob("models--user--wide*/**/*.safetensors"))
+
+
+def test_a_listed_shard_that_a_repository_lacks_is_the_error(client, commits, tmp_path):
+    repo = client.hub.repos["user/small"]
+    index = json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}}).encode()
+    config = repo.at("main").files["config.json"]
+    files = {"config.json": config, "model.safetensors.index.json": dataclasses.replace(config, content=index)}
+    lacking = client.hub.repos["user/lacking"] = type(repo)(private=False)
+    lacking.add("main", dataclasses.replace(repo.at("main"), files=files))
+    [[kind, message]] = json.loads(
+        client.run(
+            REFUSED.replace("AutoModelForSequenceClassification.from_pretrained", "fm_delta.open"),
+            "user/lacking",
+            home=tmp_path,
+        )
+    )
+    assert kind == "BaseModelError" and "'user/lacking'" in message
+    assert client.hub.log[-1][1].endswith("model-00001-of-00002.safetensors")
 
 
 CHAIN = """
