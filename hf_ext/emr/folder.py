@@ -39,11 +39,6 @@ class MergeFolder:
         base: folder or Hub id of the base, if it is no longer where config.json says.
         revision: commit of that base.
         hub: access settings for the base.
-
-    Raises:
-        CheckpointError: the folder holds no merge.
-        CorruptFileError: a file is damaged, missing, from another merge or from a newer version.
-        BaseModelError: the base is missing, or differs from the one that was merged against.
     """
 
     def __init__(

@@ -186,11 +186,7 @@ def extract(
         source = MergeFolder(_folder_of(merged), base)
     source.require_task(task)
     require_another_folder(Path(out), [source.folder, *source.base.paths])
-
-    def is_extracted() -> bool:
-        return holds_weights(out, source.source(task).fingerprint)
-
-    with staged_folder(out, overwrite=overwrite or is_extracted) as stage:
+    with staged_folder(out, overwrite=overwrite or (lambda: holds_weights(out, source.source(task).fingerprint))) as stage:
         weights = task_files_into(source, task, stage, max_shard_size)
         if not overwrite:
             require_new(scan(stage), stage, Path(out))

@@ -81,9 +81,6 @@ def with_one_name_each(models: Sequence[TaskModel], base: TensorSource) -> list[
     """Returns the models with one name for each weight: one that is found in the base, if a model has it there.
 
     A model that breaks a tie keeps the tied weight under its own name. The others have that name in their `ties`.
-
-    Raises:
-        CheckpointError: a weight of a model has a name that `from_pretrained` ignores.
     """
     if skeleton := skeleton_of(models[0].config):
         for model in models:

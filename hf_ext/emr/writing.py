@@ -11,31 +11,19 @@ import xxhash
 
 from hf_ext.display import megabytes
 from hf_ext.emr import election
-from hf_ext.emr.budget import Step, choose_step, step_of
-from hf_ext.emr.checks import (
-    GIVE_BASE,
-    TaskModel,
-    labels,
-    require_closer,
-    require_fine_tune,
-    require_known_names,
-    require_one_class,
-    require_same_layers,
-    vocabulary,
-)
-from hf_ext.emr.coding import CHUNK, ENTRY, LEAST_BITS, Budget, sums_of
+from hf_ext.emr.checks import Ballot, TaskModel, require_closer, require_fine_tune
+from hf_ext.emr.coding import CHUNK, ENTRY, LEAST_BITS, Budget, Step, choose_step, step_of, sums_of
 from hf_ext.emr.folder import MergeFolder
 from hf_ext.emr.layout import task_folder
 from hf_ext.emr.modulators import CODE, FILE, OWN, ROWS, Modulated, TaskFile, TaskRecord, TaskWriter, copy_task
 from hf_ext.emr.reports import figures_of
-from hf_ext.errors import BaseModelError, CheckpointError
+from hf_ext.errors import CheckpointError
 from hf_ext.storage.config_file import CONFIG, EMR, HINT
 from hf_ext.storage.delta.coarse import coarsened
 from hf_ext.storage.delta.source import PARTS_OF, DeltaCheckpoint
 from hf_ext.storage.delta.writer import write_delta
 from hf_ext.storage.files import copy, write_json
-from hf_ext.storage.names import is_statistic, layer_of
-from hf_ext.storage.native import FLOATS, WIDTHS, cast
+from hf_ext.storage.native import WIDTHS, cast
 from hf_ext.storage.plain_writer import shards_of
 from hf_ext.storage.prefetch import threads_for
 from hf_ext.storage.safetensors_file import RawTensor, float_name
@@ -70,28 +58,9 @@ class MergeWriter:
         budget: Budget | None,
     ):
         self.base, self.models, self.out, self.standing = base, models, out, standing
+        self.ballot = Ballot(base, base_config, models, standing)
+        self.holders, self.voters = self.ballot.holders, self.ballot.voters
         self.accept_conflicts, self.budget = accept_conflicts, budget
-        self._words = vocabulary(base_config)
-        require_one_class(models)
-        for model in models:
-            require_same_layers(model, base)
-            require_known_names(model, base)
-        self.holders: dict[str, TaskModel] = {}  # tensor -> the first model that has it
-        self.voters: dict[str, list[TaskModel]] = {}  # tensor -> the models whose tensor is made from the base's
-        for model in models:
-            for name in model.tensors.names():
-                self.holders.setdefault(name, model)
-                voters = self.voters.setdefault(name, [])
-                if self._votes(model, name):
-                    voters.append(model)
-            if not any(model in self.voters[name] for name in model.tensors.names()):
-                raise BaseModelError(
-                    f"No tensor of {model} has a counterpart of its shape in the base {base}: it is no fine-tune of this base. "
-                    f"{GIVE_BASE}"
-                )
-        for model in models[::-1] if standing else ():
-            shared = standing.files[model.task].record.shared if standing and model.task in standing.files else ()
-            self.holders |= dict.fromkeys(shared, model)  # what they share stays as it is
         new = [model for model in models if standing is None or model.task not in standing.files]
         self.writers = {model: TaskWriter(out / task_folder(model.task) / FILE) for model in new}
         self.sums: dict[TaskModel, dict[str, np.ndarray]] = {model: {} for model in new}
@@ -108,7 +77,7 @@ class MergeWriter:
                 self._choose_steps(self.budget)
             elif self.writers and not self.accept_conflicts:
                 self._require_agreement(rescale)
-            tensors = {name: self._stored(name) for name in self.holders}
+            tensors = {name: self.ballot.stored(name) for name in self.holders}
             files = shards_of(tensors, self._tensor, self.out, max_shard_size, {PARTS_OF: EMR})
             recorded, [digest] = write_delta([files], self.base, self.out)
             for model in self.models:
@@ -125,7 +94,7 @@ class MergeWriter:
                 else:
                     assert self.standing is not None
                     file, target = self.standing.files[model.task], self.out / task_folder(model.task) / FILE
-                    held = [name for name in file.own if not self.voters[name] and self._is_held(model, name)]
+                    held = [name for name in file.own if not self.voters[name] and self.ballot.is_held(model, name)]
                     fields = {"elected": digest, "ties": dict(model.ties), "shared": sorted([*file.record.shared, *held])}
                     copy_task(file, target, [OWN + name for name in held], **fields)
         finally:
@@ -145,52 +114,12 @@ class MergeWriter:
         tasks = {"tasks": [*paths], "digests": {task: TaskFile(path).digest for task, path in paths.items()}}
         write_json(self.out / CONFIG, first.config | {"quantization_config": settings | tasks})
 
-    def _votes(self, model: TaskModel, name: str) -> bool:
-        """Checks whether a task's tensor is made from the base's: takes part in the election, or is coded. If not, it is stored
-        as the task's own: a head, for instance, integers, or statistics of its data."""
-        if self.standing is not None:
-            if model.task in self.standing.files:
-                return self.standing.is_from_base(model.task, name)
-            if name in self.standing.elected and not any(
-                self.standing.is_from_base(task, name) for task in self.standing.tasks
-            ):
-                return False
-        twin, entry = self.base.twin_of(name), model.tensors.entry(name)
-        if twin is None or entry.dtype not in FLOATS or self.base.entry(twin).dtype not in FLOATS or is_statistic(name):
-            return False
-        base_shape, shape = self.base.entry(twin).shape, entry.shape
-        if not math.prod(shape) and shape == base_shape:
-            return False
-        if base_shape != shape:
-            in_layer = layer_of(name) is not None and shape[:1] != (labels(model.config),)
-            if len(base_shape) != len(shape) or base_shape[1:] != shape[1:] or in_layer or not math.prod(shape):
-                raise CheckpointError(
-                    f"Tensor '{name}' of task '{model.task}' is {list(shape)}, but {list(base_shape)} in the base {self.base}: "
-                    f"these are models of different sizes. {GIVE_BASE}"
-                )
-            # With as many rows as words, it is a resized embedding. Otherwise it is a head for other labels.
-            if base_shape[0] != self._words or shape[0] != vocabulary(model.config):
-                return False
-        for voter in self.voters[name][:1]:
-            if (dtype := voter.tensors.entry(name).dtype) != entry.dtype:
-                raise CheckpointError(
-                    f"Tensor '{name}' is {entry.dtype} in task '{model.task}' and {dtype} in '{voter.task}'. Save all in one "
-                    "type."
-                )
-        return True
-
-    def _twin(self, name: str) -> str:
-        """Returns the base's name of an elected tensor."""
-        twin = self.base.twin_of(name)
-        assert twin is not None  # or no task would have a vote
-        return twin
-
     def _tensor(self, name: str) -> RawTensor:
         """Returns the tensor to store: the elected one (and gives its masks to the writers) or that of its first holder."""
-        dtype, shape = self._stored(name)
+        dtype, shape = self.ballot.stored(name)
         if not self.voters[name]:
             return self.holders[name].tensors.read(name)
-        twin, width = self._twin(name), WIDTHS[dtype]
+        twin, width = self.ballot.twin(name), WIDTHS[dtype]
         base = self.base.read(twin)
         voters = [model for model in self.voters[name] if model in self.writers]
         if self.budget:
@@ -237,7 +166,7 @@ class MergeWriter:
     def _clear(self, name: str, elected: np.ndarray, prior: np.ndarray) -> None:
         """Overwrites elected weights that no task takes any more with the base's."""
         assert self.standing is not None
-        words = f"<u{WIDTHS[self._stored(name)[0]]}"
+        words = f"<u{WIDTHS[self.ballot.stored(name)[0]]}"
         elected, prior = elected.view(words), prior.view(words)
         free = np.ones(elected.size, bool)
         for model in self.voters[name]:
@@ -261,7 +190,7 @@ class MergeWriter:
         tensor, entry = model.tensors.read(name), model.tensors.entry(name)
         step, threads = self.steps[model], threads_for(tensor.data.size)
         size = step_of(step.size, name, entry)
-        coarse = coarsened(tensor, base, size, step.gain, name, self._twin(name), threads)
+        coarse = coarsened(tensor, base, size, step.gain, name, self.ballot.twin(name), threads)
         self._add_sums(model, name, sums_of(tensor, base, coarse.tensor))
         self.writers[model].add_bytes(CODE + name, coarse.payload)
         self.numbers[model][name] = coarse.numbers
@@ -283,7 +212,7 @@ class MergeWriter:
             if model is first or not _same_files(model.assets, first.assets):
                 fixed += sum(path.stat().st_size for path in model.assets.values())
             own = {*model.tensors.names()} - {*coded}
-            own = {name for name in own if self.holders[name] is model or not self._is_held(model, name)}
+            own = {name for name in own if self.holders[name] is model or not self.ballot.is_held(model, name)}
             fixed += ENTRY * len(coded) + sum(ENTRY + model.tensors.entry(name).nbytes for name in own)
         values = sum(math.prod(model.tensors.entry(name).shape) for model, coded in names.items() for name in coded)
         least = fixed + math.ceil(LEAST_BITS / 8 * values)
@@ -332,7 +261,9 @@ class MergeWriter:
 
     def _sample(self, runs: int) -> dict[TaskModel, list[dict[str, float]]]:
         """Returns the means of each new task's sums over each run of a sample."""
-        sizes = {name: math.prod(self._stored(name)[1]) for name, voters in self.voters.items() if {*voters} & {*self.writers}}
+        sizes = {
+            name: math.prod(self.ballot.stored(name)[1]) for name, voters in self.voters.items() if {*voters} & {*self.writers}
+        }
         ends, names = np.cumsum(list(sizes.values())), list(sizes)
         places = np.linspace(0, int(ends[-1]), runs, endpoint=False).astype(np.int64)
         sums: dict[TaskModel, list[dict[str, float]]] = {model: [] for model in self.writers}
@@ -345,8 +276,8 @@ class MergeWriter:
 
     def _sample_tensor(self, name: str, begins: Sequence[int]) -> Iterator[tuple[TaskModel, dict[str, float]]]:
         """Yields the mean of each new task's sums over runs of a tensor's values, one for each of `begins`."""
-        dtype, shape = self._stored(name)
-        twin, width = self._twin(name), WIDTHS[dtype]
+        dtype, shape = self.ballot.stored(name)
+        twin, width = self.ballot.twin(name), WIDTHS[dtype]
         base, voters = self.base.read(twin), [model for model in self.voters[name] if model in self.writers]
         tensors = [model.tensors.read(name).data for model in voters]
         standing = None
@@ -363,12 +294,6 @@ class MergeWriter:
                 _, sums = self._elect(dtype, prior, parts, elected)
             for model, total in zip(voters, sums):
                 yield model, {field: float(total[field]) / (end - begin) for field in SUM_NAMES}
-
-    def _stored(self, name: str) -> tuple[str, tuple[int, ...]]:
-        """Returns dtype and shape of a stored tensor: the base's shape if it is elected, else that of its first holder."""
-        voters = self.voters[name]
-        entry = (voters or [self.holders[name]])[0].tensors.entry(name)
-        return entry.dtype, self.base.entry(self._twin(name)).shape if voters else entry.shape
 
     def _record(self, model: TaskModel, digest: str, rescale: str) -> TaskRecord:
         """Returns the record of a new task. Gives the task's own tensors to its writer."""
@@ -387,7 +312,7 @@ class MergeWriter:
             if name in sums:
                 scale = election.rescaler(sums[name] if rescale == "tensor" else totals)
                 record.modulated[name] = Modulated(scale, self.priors[name], self._resized(model, name))
-            elif not self.voters[name] and self._is_held(model, name):
+            elif not self.voters[name] and self.ballot.is_held(model, name):
                 record.shared.append(name)
             else:
                 self.writers[model].add(OWN + name, model.tensors.read(name))
@@ -401,20 +326,13 @@ class MergeWriter:
     def _resized(self, model: TaskModel, name: str) -> int | None:
         """Returns how many rows a task's tensor shares with the elected one; None if both have the same number. Gives further
         rows to the task's writer."""
-        rows = (self._stored(name)[1] or (1,))[0]
+        rows = (self.ballot.stored(name)[1] or (1,))[0]
         shape = model.tensors.entry(name).shape
         if not shape or shape[0] == rows:
             return None
         if shape[0] > rows:
             self.writers[model].add(ROWS + name, model.tensors.read_rows(name, rows, shape[0]))
         return min(shape[0], rows)
-
-    def _is_held(self, model: TaskModel, name: str) -> bool:
-        """Checks whether the stored tensor of this name, which is not elected, equals the task's."""
-        if (holder := self.holders[name]) is model:
-            return True
-        stored, tensor = holder.tensors.read(name), model.tensors.read(name)
-        return (stored.dtype, stored.shape) == (tensor.dtype, tensor.shape) and np.array_equal(stored.data, tensor.data)
 
 
 def _padded(data: np.ndarray, prior: np.ndarray, dtype: str) -> np.ndarray:

@@ -108,21 +108,14 @@ class ModelGenerator:
         return [group[i : i + self.batch_size] for group in groups for i in range(0, len(group), self.batch_size)]
 
     def _write(self, rows: list[list[int]], how: dict[str, Any], stop: str | None, longest: int | None) -> list[list[int]]:
-        pad = self.encoder.tokenizer.pad_token_id
-        width, encodes = max(map(len, rows)), self.encoder.encoder_decoder
-
-        def padded(row: list[int], padding: int) -> list[int]:
-            """An encoder's absolute positions (BART) count from the left, so padding must follow its tokens."""
-            blank = [padding] * (width - len(row))
-            return row + blank if encodes else blank + row
-
-        tokens = torch.tensor([padded(row, pad) for row in rows], device=self.model.device)
-        mask = torch.tensor([padded([1] * len(row), 0) for row in rows], device=self.model.device)
-        start = 0 if encodes else width
+        tokenizer, encodes = self.encoder.tokenizer, self.encoder.encoder_decoder
+        side = "right" if encodes else "left"  # an encoder's absolute positions (BART) count from the left
+        batch = tokenizer.pad({"input_ids": rows}, padding_side=side, return_attention_mask=True, return_tensors="pt")
+        start = 0 if encodes else batch["input_ids"].shape[1]
         total, quiet = len(rows) * how["max_new_tokens"], not PartialState().is_main_process
         with tqdm(total=total, desc="Writing", unit=" tokens", leave=False, delay=2, disable=quiet) as bar:
-            end = StoppingCriteriaList([_End(self.encoder.tokenizer, start, stop, longest, bar.update)])
-            out = self.model.generate(input_ids=tokens, attention_mask=mask, stopping_criteria=end, **how)
+            end = StoppingCriteriaList([_End(tokenizer, start, stop, longest, bar.update)])
+            out = self.model.generate(**batch.to(self.model.device), stopping_criteria=end, **how)
         return out[:, start:].tolist()
 
     def _completion(self, tokens: list[int], ends: list[int], stop: str | None) -> Completion:

@@ -18,7 +18,7 @@ from tiny_models import MODELS, assert_same_weights, bert, perturb
 from transformers import AutoModelForSequenceClassification, BertModel
 
 from hf_ext import BaseModelError, CheckpointError, CorruptFileError, UnsavedChangesError, emr
-from hf_ext.emr import budget
+from hf_ext.emr import coding
 from hf_ext.emr.modulators import TaskFile, TaskWriter
 
 Auto = AutoModelForSequenceClassification
@@ -178,8 +178,8 @@ def test_a_task_that_changes_few_tensors_is_coded_by_those(tmp_path, monkeypatch
     tuned = base | {"layer.0.weight": base["layer.0.weight"] + 0.01 * torch.randn(128, 1) * torch.randn(1, 128)}
     write_folder(tmp_path / "base", base)
     write_folder(tmp_path / "tuned", tuned)
-    monkeypatch.setattr(budget, "FEW_VALUES", 0)
-    monkeypatch.setattr(budget, "PLACES", 1)  # a tensor that did not change
+    monkeypatch.setattr(coding, "FEW_VALUES", 0)
+    monkeypatch.setattr(coding, "PLACES", 1)  # a tensor that did not change
     report = emr.merge(tmp_path / "base", {"t": tmp_path / "tuned"}, tmp_path / "out", method="switch", bits=0.5)
     assert report.tasks[0].relative < 0.5 and report.tasks[0].bits < 0.6
 

@@ -74,12 +74,7 @@ class PlaceEngine(WeightTransferEngine[PlaceInitInfo, PlaceUpdateInfo]):
         """Does nothing."""
 
     def receive_weights(self, update_info: PlaceUpdateInfo) -> None:
-        """Reads what is missing up to the step, and loads the layers in which it changed anything.
-
-        Raises:
-            RuntimeError: no place was given.
-            CheckpointError, CorruptFileError: see `Subscriber.update`.
-        """
+        """Reads what is missing up to the step, and loads the layers in which it changed anything."""
         subscriber = self._subscriber
         if subscriber is None:
             raise RuntimeError("Give the place of the training first: POST /init_weight_transfer_engine.")
@@ -112,16 +107,11 @@ class PlaceEngine(WeightTransferEngine[PlaceInitInfo, PlaceUpdateInfo]):
 
 @dataclass
 class PlaceTrainerInitInfo(TrainerInitInfo):
-    """Settings of a trainer that publishes.
-
-    Attributes:
-        place: see `Publisher`; servers have to reach it under the same name.
-        options: more of `Publisher`'s, such as `dtype`, `anchor_every`, `resume`.
-    """
+    """Settings of a trainer that publishes."""
 
     backend: ClassVar[str] = "hf_ext"
-    place: str
-    options: dict[str, Any] = field(default_factory=dict)
+    place: str  # see `Publisher`; servers have to reach it under the same name
+    options: dict[str, Any] = field(default_factory=dict)  # more of `Publisher`'s, such as `dtype`, `anchor_every`, `resume`
 
 
 class PlaceTrainerEngine(TrainerWeightTransferEngine[PlaceTrainerInitInfo]):
