@@ -14,7 +14,7 @@ from huggingface_hub import snapshot_download
 
 from hf_ext.emr import election
 from hf_ext.emr.checks import TaskModel
-from hf_ext.emr.layout import files_of, task_files, task_folder
+from hf_ext.emr.layout import task_files, task_folder
 from hf_ext.emr.modulators import FILE, OWN, REPAIR, ROWS, TaskFile
 from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
 from hf_ext.storage.config_file import CONFIG, read_config, storage_settings
@@ -148,10 +148,6 @@ class MergeFolder:
         """Returns the files of a task's checkpoint besides config.json and weights, by name."""
         places = {name: (self.folder / task_folder(task) / name, self.folder / name) for name in self.files[task].record.files}
         return {name: path for name, paths in places.items() if (path := next(filter(Path.exists, paths), None))}
-
-    def all_files(self) -> list[Path]:
-        """Returns the files of the folder that belong to the merge, relative to the folder."""
-        return files_of(self.folder, self.files)
 
     def is_elected(self, name: str) -> bool:
         """Checks whether a stored tensor was elected; if not, it is the base's, or belongs to the tasks that have it."""

@@ -13,7 +13,7 @@ from huggingface_hub import CommitInfo
 from transformers import PreTrainedModel
 from transformers.utils.logging import get_logger
 
-from hf_ext.emr.layout import name_of_task, older_files
+from hf_ext.emr.layout import files_of, name_of_task, older_files
 from hf_ext.emr.switching import SetTask
 from hf_ext.errors import CheckpointError
 from hf_ext.integration.cards import CARD, has_card
@@ -64,7 +64,7 @@ class MergedSaving(Saving):
                 if adapter:
                     _record_task(stage / ADAPTER_CONFIG, task, self.model.tasks)
                 return [path.relative_to(stage).as_posix() for path in sorted(stage.rglob("*")) if path.is_file()]
-        files = switch.merged.reopened().all_files()
+        files = files_of(switch.merged.folder, switch.merged.reopened().files)
         if (switch.merged.folder / CARD).is_file() and not has_card(folder):
             files.append(Path(CARD))
         if edited := _edited(self.model):

@@ -14,7 +14,7 @@ from hf_ext.emr import election
 from hf_ext.emr.checks import Ballot, TaskModel, require_closer, require_fine_tune
 from hf_ext.emr.coding import CHUNK, ENTRY, LEAST_BITS, Budget, Step, choose_step, step_of, sums_of
 from hf_ext.emr.folder import MergeFolder
-from hf_ext.emr.layout import task_folder
+from hf_ext.emr.layout import files_of, task_folder
 from hf_ext.emr.modulators import CODE, FILE, OWN, ROWS, Modulated, TaskFile, TaskRecord, TaskWriter, copy_task
 from hf_ext.emr.reports import figures_of
 from hf_ext.errors import CheckpointError
@@ -207,7 +207,8 @@ class MergeWriter:
         """Returns the bits per parameter and task that are left of a folder of this size in bytes, if there are enough."""
         first, fixed = self.models[0], ENTRY * len(self.holders)
         if self.standing:
-            fixed = sum((self.standing.folder / path).stat().st_size for path in self.standing.all_files())
+            folder, files = self.standing.folder, self.standing.files
+            fixed = sum((folder / path).stat().st_size for path in files_of(folder, files))
         for model, coded in names.items():
             if model is first or not _same_files(model.assets, first.assets):
                 fixed += sum(path.stat().st_size for path in model.assets.values())

@@ -133,11 +133,6 @@ class TransLoraConfig(TrainingArguments):
         """Returns the variables of the chat templates."""
         return cast("dict[str, Any]", self.chat_template_kwargs or {})
 
-    def synthesis_settings(self) -> dict[str, Any]:
-        """Returns the settings that the written inputs depend on."""
-        names = ("num_shots", "num_items", "temperature", "top_p")
-        return self.named(*names, "generation_kwargs", "max_input_length", "chat_template_kwargs")
-
     def training_settings(self, adapter: PeftConfig) -> dict[str, Any]:
         """Returns the settings that a checkpoint of the training of an adapter depends on."""
         names = ("learning_rate", "num_train_epochs", "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps")

@@ -87,11 +87,8 @@ class Discriminator:
         return torch.tensor(odds).sigmoid().tolist()
 
     def require_better_than_chance(self, name: str) -> None:
-        """Raises HfExtError if it keeps as many synthetic as real inputs of those that it was not trained on.
-
-        Args:
-            name: its name in the error.
-        """
+        """Raises HfExtError, in which it has this name, if it keeps as many synthetic as real inputs of those that it was not
+        trained on."""
         real, synthetic = self.metrics.get("real_kept"), self.metrics.get("synthetic_kept")
         if real is not None and synthetic is not None and real <= synthetic:
             raise HfExtError(

@@ -156,7 +156,8 @@ def write_inputs(
         of_which: the parts of `needed`, for the error.
     """
     args, sieve = prompts.args, Sieve(prompts, judge, well_formed)
-    settings = settings | {"seeds": prompts.seeds} | args.synthesis_settings()
+    names = ("num_shots", "num_items", "temperature", "top_p", "generation_kwargs", "max_input_length", "chat_template_kwargs")
+    settings = settings | {"seeds": prompts.seeds} | args.named(*names)
     claim(Path(args.output_dir), "inputs", settings, [SYNTHESIS])
     if not isinstance(writer, nn.Module):
         return _write_inputs(writer, sieve, needed, of_which)

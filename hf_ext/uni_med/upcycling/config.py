@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import get_args
 
 from peft import LoraConfig, PeftType
 
@@ -73,6 +73,3 @@ class CMoEConfig(LoraConfig):
                 raise ValueError(f"router={self.router!r} with router_input={self.router_input!r} requires tasks=(name, …).")
             self.router_input = "token"
         check_routing(self.router, self.num_experts, self.num_experts_per_tok, len(self.tasks))
-
-    def to_dict(self) -> dict[str, Any]:
-        return super().to_dict() | {"tasks": list(self.tasks)}

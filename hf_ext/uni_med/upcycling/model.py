@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import Any
 
 from peft.tuners.lora.model import LoraModel
@@ -93,12 +92,10 @@ class CMoEModel(LoraModel):
         model.generate.__self__.remove()
         return model
 
-    @contextmanager
-    def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any):
+    def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("adapter_names") is not None:
             raise ValueError("adapter_names: a CMoE model has one active adapter for a batch. Call set_adapter.")
-        with super()._enable_peft_forward_hooks(*args, **kwargs):
-            yield
+        return super()._enable_peft_forward_hooks(*args, **kwargs)
 
     # PEFT 0.21 saves and loads by these three.
 
