@@ -77,13 +77,13 @@ def compress(
     require_base(base, revision=revision, base_id=base_id)
     from hf_ext import fm_delta
     from hf_ext.fm_delta.base_search import require_related
-    from hf_ext.fm_delta.compress import is_compressed
+    from hf_ext.fm_delta.compress import is_result
     from hf_ext.storage.files import require_another_folder
     from hf_ext.storage.guards import require_place
     from hf_ext.storage.hub import downloaded
 
     require_another_folder(Path(out), [src, base])
-    require_place(Path(out), force or (lambda: is_compressed(Path(out))))
+    require_place(Path(out), force or (lambda: is_result(Path(out))))
     finding, src = "", str(downloaded(src))
     if base is None and not no_base:
         report = fm_delta.find_base(src)

@@ -131,8 +131,8 @@ def find_base(src: str | os.PathLike, candidates: Iterable[str | os.PathLike] | 
     """
     src = downloaded(src)
     place = main_model(src)
-    is_diffusers = "_class_name" in read_config(src / CONFIG)
-    components = [place] if place else ["", src.resolve().name] if is_diffusers else [""]
+    is_component = "_class_name" in read_config(src / CONFIG) or (src.absolute().parent / PIPELINE).exists()
+    components = [place] if place else ["", src.absolute().name] if is_component else [""]
     try:
         source = open_plain(src / place)
     except BaseModelError as error:
@@ -232,7 +232,7 @@ def _examine(
         place: the folder of a model in the cache, or else the name.
     """
     try:
-        other, component = _open_first(place, components)
+        other, component = open_first(place, components)
         other.read_sparsely()
         measured = likeness(source, other, LIKELY_SHARE)
         configs = [read_config(checkpoint.paths[0].parent / CONFIG) for checkpoint in (source, other)]
@@ -246,12 +246,12 @@ def _examine(
     return Candidate(name, revision or other.revision, verdict, why, measured.bits, measured.agreement, measured.shared)
 
 
-def _open_first(place: str, components: list[str]) -> tuple[Checkpoint, str]:
+def open_first(place: str, components: list[str], revision: str | None = None) -> tuple[Checkpoint, str]:
     """Opens the first of these components of a folder or repository that has weights."""
     for component in components[:-1]:
         with contextlib.suppress(BaseModelError):
-            return open_plain(within(place, component)), component
-    return open_plain(within(place, components[-1])), components[-1]
+            return open_plain(within(place, component), revision), component
+    return open_plain(within(place, components[-1]), revision), components[-1]
 
 
 def _judge(measured: Likeness, kind: str | None, other: str | None) -> tuple[str, str]:

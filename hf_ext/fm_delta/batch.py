@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import multiprocessing
@@ -21,15 +22,14 @@ from huggingface_hub.utils import disable_progress_bars, tqdm
 
 from hf_ext.display import megabytes, percent, table
 from hf_ext.errors import CheckpointError, CorruptFileError, HfExtError
-from hf_ext.fm_delta.base_search import find_base, main_model, require_related
+from hf_ext.fm_delta.base_search import find_base, main_model, open_first, require_related
 from hf_ext.fm_delta.compress import compress_checkpoint
 from hf_ext.fm_delta.reports import inspect
 from hf_ext.fm_delta.sizes import Sizes
 from hf_ext.storage.delta import DEFAULT_LEVEL
 from hf_ext.storage.files import locked, write_atomically
-from hf_ext.storage.hub import absolute, within
-from hf_ext.storage.layout import PIPELINE, all_weights, models_in, weights_instead
-from hf_ext.storage.open import open_plain
+from hf_ext.storage.hub import absolute
+from hf_ext.storage.layout import all_weights, models_in, weights_instead
 from hf_ext.storage.prefetch import at_most_cores, cores
 
 RECORD = "compress_all.json"  # in the folder of the compressed models
@@ -131,9 +131,11 @@ def compress_all(
     folders = _folders(sources, base)
     common = None
     if base is not None:
-        is_pipeline = (path for path, reason in folders.items() if reason is None and (path / PIPELINE).exists())
-        place = main_model(first) if (first := next(is_pipeline, None)) else ""
-        common = absolute(base), open_plain(within(absolute(base), place), revision).revision
+        places = [""]  # where the base may have weights, if it is a pipeline
+        for path in (path for path, reason in folders.items() if reason is None):
+            with contextlib.suppress(HfExtError):
+                places.append(main_model(path))
+        common = absolute(base), open_first(absolute(base), list(dict.fromkeys(places)), revision)[0].revision
     pool, threads = (executor, 1) if executor else (ThreadPoolExecutor(workers), max(cores() // workers, 1))
     work = compress_model if executor or workers == 1 else compress_in_process
     options = (*(common or (None, None)), candidates, verify, level, threads)
@@ -181,11 +183,8 @@ def _folders(
 
 def _reason_to_skip(folder: Path) -> str | None:
     try:
-        return (
-            None
-            if any(all_weights(folder / place) for place in models_in(folder))
-            else weights_instead(folder) or "holds no weights."
-        )
+        holds_weights = any(all_weights(folder / place) for place in models_in(folder))
+        return None if holds_weights else weights_instead(folder) or "holds no weights."
     except HfExtError:  # reported with this model later
         return None
 

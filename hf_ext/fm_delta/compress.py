@@ -6,20 +6,18 @@ import os
 from functools import partial
 from pathlib import Path
 
-from hf_ext.fm_delta.folder import ADDED_CARD, ModelFolder, card_record
+from hf_ext.fm_delta.folder import ADDED_CARD, ModelFolder, card_record, is_compressed
 from hf_ext.fm_delta.restore import decode_all
 from hf_ext.integration.cards import CARD, class_of, has_card, write_card
-from hf_ext.storage.config_file import CONFIG, FM_DELTA, read_config, storage_settings
+from hf_ext.storage.config_file import CONFIG, read_config, storage_settings
 from hf_ext.storage.delta import DEFAULT_LEVEL
-from hf_ext.storage.delta.file import KEY
-from hf_ext.storage.delta.source import PARTS_OF, RestoredFile
+from hf_ext.storage.delta.source import RestoredFile
 from hf_ext.storage.delta.writer import Sets, write_model
 from hf_ext.storage.files import copy_entries, require_another_folder, staged_folder
 from hf_ext.storage.guards import require_new
 from hf_ext.storage.hub import downloaded, within
-from hf_ext.storage.layout import all_weights, models_in
+from hf_ext.storage.layout import models_in
 from hf_ext.storage.open import open_counterpart, open_files, require_depth
-from hf_ext.storage.safetensors_file import SafetensorsFile
 from hf_ext.storage.source import NoBase, TensorSource
 
 
@@ -36,7 +34,8 @@ def compress_checkpoint(
     """Writes a model's folder with its weights as lossless differences from a base model (FM-Delta, NeurIPS 2024).
 
     All files that hold no weights are copied. config.json gets a `quantization_config` entry, by which `from_pretrained` finds
-    the base. If neither `src` nor `out` has a model card (README.md), `out` gets one. Memory: a few tensors.
+    the base. If neither `src` nor `out` has a model card (README.md), `out` gets one, unless it holds a pipeline of diffusers.
+    Memory: a few tensors.
 
     Args:
         src: folder or Hub id of a model with safetensors weights.
@@ -62,7 +61,7 @@ def compress_checkpoint(
         raise ValueError("revision and base_id require a base, but base is None")
     out = Path(out)
     require_another_folder(out, [src, base])
-    with staged_folder(out, overwrite=overwrite or partial(is_compressed, out)) as stage:
+    with staged_folder(out, overwrite=overwrite or partial(is_result, out)) as stage:
         folder = ModelFolder.open_plain(downloaded(src))
         sources = [NoBase() if base is None else open_counterpart(base, model.place, revision) for model in folder.models]
         for source in sources:
@@ -109,10 +108,6 @@ def write_with_card(
         write_card(out, "fm_delta", bases, "finetune", target=target, tags=["fm-delta"], library=library, **figures)
 
 
-def is_compressed(folder: Path) -> bool:
-    """Checks whether a folder holds a compressed model or pipeline, even a damaged one that its config.json tells."""
-    folders = [folder / place for place in models_in(folder)]
-    if all(storage_settings(path).get("quant_method") == FM_DELTA for path in folders):
-        return True
-    headers = [SafetensorsFile(file).metadata for path in folders for file in all_weights(path)]
-    return bool(headers) and all(KEY in header and PARTS_OF not in header for header in headers)
+def is_result(folder: Path) -> bool:
+    """Checks whether a folder holds a compressed model or pipeline."""
+    return any(is_compressed(folder / place) for place in models_in(folder))

@@ -94,7 +94,8 @@ def extract_lora(
     folder = pipeline / place
     source, prior = _open(pipeline, place, base, revision)
     others = {name: _open(pipeline, name, base, revision) for name in places if name != place}
-    require_another_folder(target, [folder, *source.paths, *prior.paths])
+    for one in (source, prior, *(one for pair in others.values() for one in pair)):
+        require_another_folder(target, [folder, *one.paths])
     if (folder / ADAPTER_CONFIG).exists():  # beside the model that it belongs to: from_pretrained loads both
         source = AdapterSource(folder, source)
     parts = lora_layers(folder, source, prior)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hf_ext.errors import CheckpointError
-from hf_ext.storage.config_file import CONFIG, ENCODINGS, read_config, remove_settings, storage_settings
+from hf_ext.storage.config_file import CONFIG, ENCODINGS, FM_DELTA, read_config, remove_settings, storage_settings
 from hf_ext.storage.delta.file import KEY
 from hf_ext.storage.delta.source import PARTS_OF, SEVERAL_MODELS, RestoredFile, require_one_model
 from hf_ext.storage.files import copy_entries, rewrite, scan
@@ -77,7 +77,7 @@ class ModelFolder:
             BaseModelError: the base is missing or is another model.
         """
         models = []
-        for place in models_in(path):
+        for place in compressed_in(path):
             files = open_files(path / place)
             require_one_model(files, path / place)
             source = open_base(files, None if base is None else within(absolute(base), place))
@@ -112,6 +112,19 @@ class ModelFolder:
         """Copies the permissions of the weights to the files of the same names in `out`."""
         for file in self.files:
             shutil.copymode(file.path, out / file.path.relative_to(self.path))
+
+
+def compressed_in(path: Path) -> list[str]:
+    """Returns the compressed models in a folder, as `models_in` does: those of a pipeline's components that are not plain."""
+    return [place for place in models_in(path) if not place or is_compressed(path / place)] or models_in(path)
+
+
+def is_compressed(path: Path) -> bool:
+    """Checks whether a folder holds a compressed model, even a damaged one that its config.json tells."""
+    if storage_settings(path).get("quant_method") == FM_DELTA:
+        return True
+    headers = [SafetensorsFile(file).metadata for file in all_weights(path)]
+    return bool(headers) and all(KEY in header and PARTS_OF not in header for header in headers)
 
 
 def card_record(folder: Path) -> dict[str, str]:

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from hf_ext.display import COLORS, PALE, label, legend, megabytes, new_figure, percent, save_figure, table
+from hf_ext.fm_delta.folder import compressed_in
 from hf_ext.fm_delta.sizes import Sizes
 from hf_ext.storage.delta.codec import stored_factors
 from hf_ext.storage.delta.file import CompressedFile
 from hf_ext.storage.delta.payload import STORED, Header
 from hf_ext.storage.delta.source import original_size
 from hf_ext.storage.hub import local_copy
-from hf_ext.storage.layout import models_in
 from hf_ext.storage.open import base_of, open_files
 
 KINDS = {
@@ -129,7 +129,7 @@ def inspect(src: str | os.PathLike) -> CheckpointReport:
         CorruptFileError: a file is not compressed, damaged or from a newer version.
     """
     folder = local_copy(src)
-    opened = [(place, file) for place in models_in(folder) for file in open_files(folder / place)]
+    opened = [(place, file) for place in compressed_in(folder) for file in open_files(folder / place)]
     tensors = [
         TensorReport(
             f"{place}/{name}" if place else name,

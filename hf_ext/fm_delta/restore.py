@@ -12,7 +12,6 @@ from hf_ext.storage.checkpoint import holds_weights
 from hf_ext.storage.files import require_another_folder, scan, staged_folder
 from hf_ext.storage.guards import require_new
 from hf_ext.storage.hub import local_copy
-from hf_ext.storage.layout import models_in
 from hf_ext.storage.open import open_files
 from hf_ext.storage.plain_writer import write_files
 from hf_ext.storage.prefetch import Prefetcher, progress
@@ -42,10 +41,10 @@ def decompress_checkpoint(
     require_another_folder(out, [path, *(file for model in folder.models for file in model.base.paths)])
 
     def is_restored() -> bool:
-        held = [
-            any(holds_weights(out / place, file.fingerprint) for file in open_files(path / place)) for place in models_in(path)
-        ]
-        return all(held)
+        def holds(place: str) -> bool:
+            return any(holds_weights(out / place, file.fingerprint) for file in open_files(path / place))
+
+        return all(holds(model.place) for model in folder.models)
 
     with staged_folder(out, overwrite=overwrite or is_restored) as stage:
         if path.is_dir():
@@ -89,5 +88,5 @@ def decode_all(files: Sequence[TensorFile]) -> int:
 
 def _others(folder: ModelFolder, out: Path) -> list[Path]:
     """Returns everything in a compressed folder except its weights and what was added by compressing."""
-    card = Path(CARD) if card_record(folder.path) else None
-    return [path for path in folder.others(out) if path != card]
+    cards = [Path(model.place, CARD) for model in folder.models if card_record(folder.path / model.place)]
+    return [path for path in folder.others(out) if path not in cards]

@@ -118,6 +118,8 @@ class CompressedSaving(Saving):
     def save(self, folder: Path, **kwargs: Any) -> list[str]:
         if kwargs.get("distributed_checkpoint"):
             raise CheckpointError("A distributed checkpoint cannot be compressed; call hf_ext.fm_delta.disable(model) first.")
+        if kwargs.get("safe_serialization") is False:
+            raise CheckpointError("Compressed weights are safetensors files: leave safe_serialization=False out.")
         if is_merge(folder):
             raise CheckpointError(f"{folder} holds a merge, whose tasks the save would replace. Save to another folder.")
         base = open_checkpoint(self.base, self.revision)

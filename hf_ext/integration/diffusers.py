@@ -15,7 +15,7 @@ from diffusers.quantizers.base import DiffusersQuantizer
 
 from hf_ext.errors import CheckpointError, CorruptFileError
 from hf_ext.integration import compat, versions
-from hf_ext.integration.quantizer import DecodingConfig, warn_of_plain_weights
+from hf_ext.integration.quantizer import DecodingConfig, are_plain
 from hf_ext.storage.config_file import FM_DELTA
 from hf_ext.storage.delta.source import payload_name
 from hf_ext.storage.open import open_delta
@@ -52,6 +52,7 @@ class CompressedQuantizer(DiffusersQuantizer):
     quantization_config: CompressedConfig
     use_keep_in_fp32_modules = True  # as without a quantizer
     source: TensorSource | None = None
+    dtype: torch.dtype | None = None
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         if not (self.pre_quantized and all(hasattr(DiffusersQuantizer, hook) for hook in HOOKS)):
@@ -60,12 +61,21 @@ class CompressedQuantizer(DiffusersQuantizer):
                 "hf_ext if diffusers has changed since. Or: run `hf-ext decompress` on the checkpoint first."
             )
 
+    def update_torch_dtype(self, torch_dtype: torch.dtype) -> torch.dtype:
+        self.dtype = torch_dtype
+        return torch_dtype
+
     def maybe_update_loaded_keys(self, loaded_keys: list[str], checkpoint_files: list[str]) -> list[str]:
         files, config = [Path(file) for file in checkpoint_files], self.quantization_config
         try:
             self.source = open_delta(files, config.base, config.revision, compat.hub_settings(ModelMixin))
         except CorruptFileError:
-            warn_of_plain_weights(files)
+            if not are_plain(files):
+                raise
+            return loaded_keys
+        types = {self.source.entry(name).dtype for name in self.source.names()}
+        if self.dtype is not None and "F8_E4M3" in types:  # which diffusers does not cast if there is a quantizer
+            raise CheckpointError("Weights in float8 cannot be cast while they are decoded. Load them without torch_dtype=.")
         return loaded_keys
 
     def maybe_update_state_dict(self, state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -52,12 +52,13 @@ def diffusers_layers(folder: Path, tuned: TensorSource, base: TensorSource) -> D
     try:
         with torch.device("meta"):
             model: nn.Module = getattr(diffusers, config["_class_name"]).from_config(config)
-        if not isinstance(model, PeftAdapterMixin):
-            raise TypeError("diffusers loads no LoRA into such a model")
+        kind = next((kind for kind in ("UNet", "Transformer") if kind in type(model).__name__), None)
+        if kind is None or not isinstance(model, PeftAdapterMixin):
+            raise TypeError("`load_lora_weights` of a pipeline adds none to such a model")
     except Exception as error:  # a stranger's file may hold anything
         raise CheckpointError(f"There is no LoRA of the {config['_class_name']} in {folder}: {error}") from error
     parts = DiffusersLayers(model)
-    parts.prefix = "unet." if type(model).__name__.startswith("UNet") else "transformer."
+    parts.prefix = f"{kind.lower()}."
     weights = {f"{name}.weight": name for name, module in model.named_modules() if _takes_lora(module)}
     for name in tuned.names():
         if name in weights and name in base:

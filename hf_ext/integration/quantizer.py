@@ -155,7 +155,8 @@ class DecodingQuantizer(HfQuantizer):
         try:
             self.source = self.open(model, files)
         except CorruptFileError:
-            warn_of_plain_weights(files)
+            if not are_plain(files):
+                raise
             self.holds_plain_weights = True
 
     def _load_together(self, model: PreTrainedModel) -> None:
@@ -291,17 +292,18 @@ class DecodingQuantizer(HfQuantizer):
         return True
 
 
-def warn_of_plain_weights(files: list[Path]) -> None:
-    """Warns that files of a folder that claims to be compressed hold plain weights, as of a model that was made with the
-    configuration of a compressed checkpoint. If they do not, raises the error that is being handled. Payloads are bytes, so
-    damaged metadata does not make them plain."""
+def are_plain(files: list[Path]) -> bool:
+    """Checks whether files of a folder that claims to be compressed hold plain weights, as of a model that was made with the
+    configuration of a compressed checkpoint, and warns if so. Payloads are bytes, so damaged metadata does not make them
+    plain."""
     headers = [SafetensorsFile(path) for path in files]
     if any(KEY in header.metadata or "U8" in {entry.dtype for entry in header.entries.values()} for header in headers):
-        raise
+        return False
     logger.warning(
         f"The weights in {files[0].parent} are plain, although its config.json says that they are compressed. They are "
         "loaded as they are. To correct the folder, remove `quantization_config` from its config.json."
     )
+    return True
 
 
 @cache  # looking the version up takes a millisecond

@@ -12,7 +12,7 @@ import huggingface_hub  # its parts load where they are used: local folders need
 from huggingface_hub.constants import HF_HUB_CACHE, HF_HUB_OFFLINE
 
 from hf_ext.errors import BaseModelError, CheckpointError, HfExtError
-from hf_ext.storage.layout import INDICES, SINGLES, read_index
+from hf_ext.storage.layout import INDICES, PIPELINE, SINGLES, read_index
 
 if TYPE_CHECKING:
     from huggingface_hub.utils import SafetensorsFileMetadata
@@ -130,7 +130,7 @@ def reaching(name: str, revision: str | None) -> Iterator[None]:
 def split_id(name: str) -> tuple[str, str]:
     """Splits the id of a folder in a repository on the Hub, such as org/name/unet, into the repository's id and the folder. The
     folder of org/name is ''."""
-    parts = name.split("/", 2)
+    parts = os.path.normpath(name).split("/", 2)
     return "/".join(parts[:2]), parts[2] if len(parts) > 2 else ""
 
 
@@ -145,12 +145,13 @@ def is_local(name: str | os.PathLike) -> bool:
     return os.path.exists(name) or name.startswith((".", "/", "~"))
 
 
-def downloaded(name: str | os.PathLike, what: str = "", allow_patterns: list[str] | None = None) -> Path:
+def downloaded(name: str | os.PathLike, what: str = "", allow_patterns: list[str] | None = None, whole: bool = False) -> Path:
     """Returns a local folder as it is, or the folder in the cache that a Hub repository is downloaded into.
 
     Args:
         what: begins the error message.
         allow_patterns: of the files to download; defaults to all but weights that are not safetensors.
+        whole: download all files.
 
     Raises:
         CheckpointError: there is no such folder or repository.
@@ -164,12 +165,15 @@ def downloaded(name: str | os.PathLike, what: str = "", allow_patterns: list[str
 
     try:
         repository, subfolder = split_id(name)
-        others = None if allow_patterns else OTHER_WEIGHTS
         if subfolder:
             allow_patterns = [f"{subfolder}/{pattern}" for pattern in allow_patterns or ["*"]]
-        return Path(
-            huggingface_hub.snapshot_download(repository, allow_patterns=allow_patterns, ignore_patterns=others), subfolder
-        )
+        others = None if allow_patterns or whole else OTHER_WEIGHTS
+        folder = Path(huggingface_hub.snapshot_download(repository, allow_patterns=allow_patterns, ignore_patterns=others))
+        if others and (folder / PIPELINE).exists():  # some components have no other weights
+            lacking = [path.name for path in folder.iterdir() if path.is_dir() and not any(path.glob("*.safetensors"))]
+            if lacking:
+                huggingface_hub.snapshot_download(repository, allow_patterns=[f"{name}/*" for name in lacking])
+        return folder / subfolder
     except (OSError, ValueError, errors.HTTPError) as error:
         raise CheckpointError(
             f"{what}'{name}' is neither a folder nor a Hub repository that can be reached: {reason_of(error)}"
@@ -178,7 +182,7 @@ def downloaded(name: str | os.PathLike, what: str = "", allow_patterns: list[str
 
 def local_copy(src: str | os.PathLike) -> Path:
     """Returns a path as it is, existing or not, or the folder in the cache that a Hub repository is downloaded into."""
-    return Path(src) if is_local(src) else downloaded(src)
+    return Path(src) if is_local(src) else downloaded(src, whole=True)
 
 
 def absolute(name: str | os.PathLike) -> str:

@@ -69,8 +69,9 @@ def models_in(folder: Path) -> list[str]:
     if not os.path.lexists(folder / PIPELINE):
         return [""]
     _require_complete(folder)
-    names = [name for name in sorted(read_config(folder / PIPELINE)) if OWN_FOLDER.fullmatch(name)]
-    folders = [name for name in names if (folder / name).is_dir() and not (folder / name).is_symlink()]
+    listed = read_config(folder / PIPELINE).items()
+    names = sorted(name for name, kind in listed if OWN_FOLDER.fullmatch(name) and kind != [None, None])
+    folders = [name for name in names if os.path.isdir(folder / name) and not os.path.islink(folder / name)]
     if models := [name for name in folders if all_weights(folder / name)]:
         return models
     raise CheckpointError(f"{folder} is a diffusers pipeline, and none of its components holds safetensors weights.")
@@ -97,7 +98,7 @@ def weights_instead(folder: Path) -> str | None:
             "one makes, merge it into its base (merge_and_unload), save that, and give its folder."
         )
     if (folder / PIPELINE).exists():
-        return f"holds a diffusers pipeline. Give the folder of one component, such as {folder / 'unet'}."
+        return "holds a diffusers pipeline. Give the folder of one component."
     if any(folder.glob("*.gguf")):
         return (
             "holds GGUF weights, not safetensors. Load it with from_pretrained(folder, gguf_file=…), save the model again, and "

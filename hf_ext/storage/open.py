@@ -63,7 +63,7 @@ def open_counterpart(base: str | os.PathLike, place: str, revision: str | None =
         return open_checkpoint(within(base, place), revision)
     except BaseModelError as error:
         advice = f" It is the base of the component '{place}'. Without it, give the folders of other components, one by one."
-        raise BaseModelError(f"{error}{advice if place else ''}") from error
+        raise BaseModelError(f"{error}{advice if place and os.path.isdir(base) else ''}") from error
 
 
 def open_plain(name: str | os.PathLike, revision: str | None = None) -> Checkpoint:

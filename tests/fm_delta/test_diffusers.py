@@ -123,10 +123,45 @@ def test_enabled_models_save_compressed_alone_and_in_a_pipeline(place: Path, tmp
         fm_delta.inspect(tmp_path / "plain")
 
 
+def test_plain_components_beside_compressed_ones_are_other_files(place: Path, tmp_path: Path) -> None:
+    pipe = pipeline(fm_delta.enable(tuned("unet", 5), place / "base" / "unet"))
+    pipe.save_pretrained(tmp_path / "mixed")
+    pipe.register_modules(unet=fm_delta.disable(pipe.unet))
+    pipe.save_pretrained(tmp_path / "plain")
+    assert (
+        fm_delta.verify(tmp_path / "mixed") == len(fm_delta.inspect(tmp_path / "mixed").tensors) == len(pipe.unet.state_dict())
+    )
+    fm_delta.decompress_checkpoint(tmp_path / "mixed", tmp_path / "back")
+    assert contents(tmp_path / "back") == contents(tmp_path / "plain")
+    with pytest.raises(CheckpointError, match="compressed already"):
+        fm_delta.compress_checkpoint(tmp_path / "mixed", place / "base", tmp_path / "again")
+    with pytest.raises(CheckpointError, match="leave safe_serialization=False out"):
+        fm_delta.enable(pipe.unet, place / "base" / "unet").save_pretrained(tmp_path / "bin", safe_serialization=False)
+
+
+def test_a_folder_of_pipelines_and_models_is_compressed_in_part(place: Path, tmp_path: Path) -> None:
+    shutil.copytree(place / "tuned", tmp_path / "all" / "a damaged one")
+    (tmp_path / "all" / "a damaged one" / "model_index.json").write_text("{")
+    shutil.copytree(place / "tuned", tmp_path / "all" / "pipeline")
+    shutil.copytree(place / "tuned" / "unet", tmp_path / "all" / "unet")
+    report = fm_delta.compress_all(tmp_path / "all", tmp_path / "pipelines", place / "base")
+    assert [model.name for model in report.failed] == ["a damaged one", "unet"]
+    report = fm_delta.compress_all(tmp_path / "all", tmp_path / "models", place / "base" / "unet")
+    assert [model.name for model in report.failed] == ["a damaged one", "pipeline"]
+
+
+def test_weights_in_float8_load_as_they_are_or_not_at_all(tmp_path: Path) -> None:
+    model("vae").to(torch.float8_e4m3fn).save_pretrained(tmp_path / "plain")
+    fm_delta.compress_checkpoint(tmp_path / "plain", None, tmp_path / "small")
+    kind = type(model("vae"))
+    assert_same_weights(kind.from_pretrained(tmp_path / "small"), kind.from_pretrained(tmp_path / "plain"))
+    with pytest.raises(CheckpointError, match="float8 .* without torch_dtype="):
+        kind.from_pretrained(tmp_path / "small", torch_dtype=torch.bfloat16)
+
+
 HUB = """
-import sys, hf_ext
+from pathlib import Path
 from hf_ext import fm_delta
-from hf_ext.cli.main import app
 from huggingface_hub import HfApi
 from tiny_models import assert_same_weights
 from tiny_diffusers import load, model, pipeline, tuned
@@ -142,6 +177,14 @@ for candidates in (["user/base"], None):  # None: the models in the cache
     assert fm_delta.find_base("tuned/unet", candidates).require().name == "user/base/unet"
 report = fm_delta.compress_all(["tuned"], "all", "user/base", verify=True)
 assert not report.failed and report.models[0].compressed_bytes == fm_delta.inspect("small").compressed_bytes
+Path("tuned/vae/other.bin").write_bytes(b"beside safetensors")
+Path("tuned/checker").mkdir()
+Path("tuned/checker/model.bin").write_bytes(b"alone")
+Path("tuned/checker/config.json").write_text("{}")
+HfApi().create_repo("user/tuned")
+HfApi().upload_folder(repo_id="user/tuned", folder_path="tuned")
+fm_delta.compress_checkpoint("user/tuned", "user/base", "with-bin")
+assert Path("with-bin/checker/model.bin").exists() and not Path("with-bin/vae/other.bin").exists()
 """
 
 LOAD = """
@@ -210,7 +253,9 @@ def test_a_pipeline_of_another_class_is_not_the_base(place: Path, tmp_path: Path
 def test_names_in_the_list_of_components_lead_into_no_other_folder(place: Path, tmp_path: Path) -> None:
     shutil.copytree(place / "small", tmp_path / "a" / "small")
     shutil.copytree(place / "tuned" / "unet", tmp_path / "a" / "outside")
-    (tmp_path / "a" / "small" / "model_index.json").write_text('{"../outside": [], "..": [], "unet": [], "": []}')
+    listed = {"../outside": [], "..": [], "unet": [], "": [], "vae": [None, None], "x" * 300: []}
+    (tmp_path / "a" / "small" / "model_index.json").write_text(json.dumps(listed))
+    assert {tensor.name.partition("/")[0] for tensor in fm_delta.inspect(tmp_path / "a" / "small").tensors} == {"unet"}
     fm_delta.decompress_checkpoint(tmp_path / "a" / "small", tmp_path / "b" / "back")
     assert contents(tmp_path / "b").keys() == {f"back/{name}" for name in contents(tmp_path / "a" / "small")}
 
