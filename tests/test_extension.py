@@ -26,8 +26,9 @@ import torch, transformers, peft
 import hf_ext
 
 for module in pkgutil.walk_packages(hf_ext.__path__, "hf_ext."):
-    # The servers need more packages, and diffusers needs Pillow.
-    if not module.name.endswith("__main__") and not module.name.startswith(("hf_ext.serving.vllm.", "hf_ext.integration.diffusers")):
+    # These need more packages: diffusers needs Pillow.
+    needing = ("hf_ext.serving.vllm.", "hf_ext.integration.diffusers")
+    if not module.name.endswith("__main__") and not module.name.startswith(needing):
         try:
             importlib.import_module(module.name)
         except hf_ext.errors.MissingDependencyError as error:
