@@ -109,5 +109,5 @@ def write_with_card(
 
 
 def is_result(folder: Path) -> bool:
-    """Checks whether a folder holds a compressed model or pipeline."""
-    return any(is_compressed(folder / place) for place in models_in(folder))
+    """Checks whether a folder holds a compressed model or pipeline, none of whose components is plain."""
+    return all(is_compressed(folder / place) for place in models_in(folder))

@@ -135,6 +135,8 @@ def test_plain_components_beside_compressed_ones_are_other_files(place: Path, tm
     assert contents(tmp_path / "back") == contents(tmp_path / "plain")
     with pytest.raises(CheckpointError, match="compressed already"):
         fm_delta.compress_checkpoint(tmp_path / "mixed", place / "base", tmp_path / "again")
+    with pytest.raises(CheckpointError, match="holds something else"):
+        fm_delta.compress_checkpoint(tmp_path / "plain", place / "base", tmp_path / "mixed")
     with pytest.raises(CheckpointError, match="leave safe_serialization=False out"):
         fm_delta.enable(pipe.unet, place / "base" / "unet").save_pretrained(tmp_path / "bin", safe_serialization=False)
 
