@@ -68,7 +68,7 @@ def budget_of(method: str, keep: float | None, bits: float | None, size: int | s
 
 
 class Step(NamedTuple):
-    """How the changes of a coded task are stored."""
+    """The step in which the changes of a coded task are stored."""
 
     size: float  # the smallest change of a single value
     gain: float = 1  # factor of the changes: it restores the length of the task vector, as arXiv 2412.00054 does

@@ -165,11 +165,11 @@ def downloaded(name: str | os.PathLike, what: str = "", allow_patterns: list[str
 
     try:
         repository, subfolder = split_id(name)
+        others = None if allow_patterns or whole else OTHER_WEIGHTS
         if subfolder:
             allow_patterns = [f"{subfolder}/{pattern}" for pattern in allow_patterns or ["*"]]
-        others = None if allow_patterns or whole else OTHER_WEIGHTS
         folder = Path(huggingface_hub.snapshot_download(repository, allow_patterns=allow_patterns, ignore_patterns=others))
-        if others and (folder / PIPELINE).exists():  # some components have no other weights
+        if others and not subfolder and (folder / PIPELINE).exists():  # some components have no other weights
             lacking = [path.name for path in folder.iterdir() if path.is_dir() and not any(path.glob("*.safetensors"))]
             if lacking:
                 huggingface_hub.snapshot_download(repository, allow_patterns=[f"{name}/*" for name in lacking])

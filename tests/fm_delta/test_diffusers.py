@@ -186,7 +186,9 @@ Path("tuned/checker/config.json").write_text("{}")
 HfApi().create_repo("user/tuned")
 HfApi().upload_folder(repo_id="user/tuned", folder_path="tuned")
 fm_delta.compress_checkpoint("user/tuned", "user/base", "with-bin")
-assert Path("with-bin/checker/model.bin").exists() and not Path("with-bin/vae/other.bin").exists()
+fm_delta.compress_checkpoint("user/tuned/vae", "user/base/vae", "vae-alone")
+assert Path("with-bin/checker/model.bin").exists()
+assert not Path("with-bin/vae/other.bin").exists() and not Path("vae-alone/other.bin").exists()
 """
 
 LOAD = """
