@@ -6,11 +6,13 @@
 - CHANGELOG.md and SECURITY.md become pages.
 - A notebook becomes a page with its outputs, which offers the notebook for download.
 - A link to a file outside this folder leads to a page that shows the file.
+- Cells of wide tables know the heading of their column: on a phone, these tables are lists (assets/style.css).
 """
 
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import os
 import posixpath
@@ -73,6 +75,17 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return posixpath.relpath(target if target in ROOT_PAGES else f"{target}.md", posixpath.dirname(uri) or ".")
 
     return LINK.sub(replace, markdown)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    return re.sub(r"<table>.*?</table>", labeled, html, flags=re.DOTALL)
+
+
+def labeled(table: re.Match) -> str:
+    """Returns a table of more than three columns with the heading of its column in each cell."""
+    headings = [re.sub("<.*?>", "", text) for text in re.findall(r"<th\b.*?>(.*?)</th>", table[0])]
+    column = itertools.cycle(headings)
+    return re.sub("<td", lambda _: f'<td data-label="{next(column)}"', table[0]) if len(headings) > 3 else table[0]
 
 
 def outside(uri: str, link: str) -> str:
