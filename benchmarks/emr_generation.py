@@ -36,7 +36,7 @@ from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, PreTraine
 from transformers.utils import logging
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
-from prompted_tasks import answers, encoded, load_tokenizer, prompted  # noqa: E402
+from parts.prompted_tasks import answers, encoded, load_tokenizer, prompted  # noqa: E402
 
 STEPS = {"trec": 80, "sort": 120, "boolean": 120}
 HELD_OUT = 100  # training items that judge the training

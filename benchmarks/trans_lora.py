@@ -3,7 +3,7 @@
     python benchmarks/trans_lora.py --data DIR                      # half an hour on two cores
 
 DIR is the folder bbh of BIG-Bench Hard (github.com/suzgunmirac/BIG-Bench-Hard); its 250 items of web_of_lies are the test set.
-The base models, a GPT-2 and a Llama with tokenizers of their own, are those of examples/tiny_language_models.py. They are
+The base models, a GPT-2 and a Llama with tokenizers of their own, are those of examples/parts/tiny_language_models.py. They are
 trained first. Each random seed determines the task's data, the example inputs, the start of all adapters, and the sampling.
 
   transfer     accuracy of the source model's LoRA, of both bases, and of LoRAs of the target model that learned from: synthetic
@@ -28,8 +28,8 @@ from measuring import print_table, ratio, run_sections
 from transformers.utils import logging
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
+from parts.tiny_language_models import TASK, World, base_models, is_puzzle, is_task_like, makes_sense  # noqa: E402
 from run_trans_lora import TEMPLATE, Training, accuracy, learn, lora, preference  # noqa: E402
-from tiny_language_models import TASK, World, base_models, is_puzzle, is_task_like, makes_sense  # noqa: E402
 from trans_lora_inputs import embed, jaccard, load_encoder, median_distance, mmd  # noqa: E402
 
 from hf_ext import TransLoraTrainer, trans_lora  # noqa: E402

@@ -29,7 +29,7 @@ from torch import nn
 from transformers.utils import logging
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
-from blood_smears import TASKS, load_photos, training_samples, with_images  # noqa: E402
+from parts.blood_smears import TASKS, load_photos, training_samples, with_images  # noqa: E402
 
 from hf_ext import UniMedForConditionalGeneration, UniMedProcessor, uni_med  # noqa: E402
 from hf_ext.display import COLORS, label, legend, new_figure, save_figure  # noqa: E402

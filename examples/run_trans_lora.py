@@ -5,7 +5,7 @@
     ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes 2 examples/run_trans_lora.py --data DIR
 
 DIR is the folder bbh of BIG-Bench Hard (github.com/suzgunmirac/BIG-Bench-Hard). The script first trains two small base models
-of different families (tiny_language_models.py). Then it runs the two parts of a transfer:
+of different families (parts/tiny_language_models.py). Then it runs the two parts of a transfer:
 
   1. while the data are available: a LoRA of the source model learns the task, and a discriminator learns to recognize the
      task's inputs;
@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from accelerate import PartialState
+from parts.tiny_language_models import TASK, World, base_models, is_puzzle, is_task_like
 from peft import LoraConfig, PeftModel, get_peft_model
-from tiny_language_models import TASK, World, base_models, is_puzzle, is_task_like
 from torch import nn
 from transformers import HfArgumentParser, PreTrainedTokenizerBase, Trainer, TrainingArguments, set_seed
 

@@ -31,13 +31,14 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from accelerate import PartialState
-from blood_smears import FEATURES, TASKS, Photo, load_photos, load_questions, test_samples, training_samples, with_images
 from datasets import Dataset
 from huggingface_hub import ModelCard
 from language_model import smollm2
+from parts.blood_smears import FEATURES, TASKS, Photo, load_photos, load_questions, test_samples, training_samples, with_images
+from parts.small_vision_language import HEIGHT, WIDTH, make_language_model, train_tower
+from parts.vision_tower import dinov2
 from peft import LoraConfig, get_peft_model
 from PIL import Image
-from small_vision_language import HEIGHT, WIDTH, make_language_model, train_tower
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -51,7 +52,6 @@ from transformers import (
 )
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import logging
-from vision_tower import dinov2
 
 from hf_ext import UniMedConfig, UniMedForConditionalGeneration, UniMedProcessor, uni_med
 from hf_ext.display import markdown_table, new_figure, save_figure

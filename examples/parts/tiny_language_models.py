@@ -1,6 +1,6 @@
 """Train two small language models, a GPT-2 and a Llama, from scratch in a few minutes, on text that a program writes.
 
-    python examples/tiny_language_models.py --data DIR --out tiny-models
+    python examples/parts/tiny_language_models.py --data DIR --out tiny-models
 
 The models differ in architecture, size and tokenizer, as base models of different families do. Their training text contains
 what run_trans_lora.py requires, and what a large model has seen anyway: lists of exercises of one kind, stories that say who
