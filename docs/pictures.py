@@ -44,8 +44,6 @@ class Chart:
         page: where the table is.
         columns: headings of the table's columns, each with the title of its panel.
         unit: of all columns, or of each.
-        skip: labels of rows that are left out.
-        log: whether the scale is logarithmic; then with dots, because the length of a bar would mislead.
         shared: whether the panels have one scale.
         ours: the column or row that is colored, where it is not the row in bold.
     """
@@ -53,23 +51,13 @@ class Chart:
     page: str
     columns: dict[str, str]
     unit: str | tuple[str, ...]
-    skip: tuple[str, ...] = ()
-    log: bool = False
     shared: bool = False
     ours: str = ""
 
 
-TYPES = {"fp32, whole": "fp32", "bf16, whole": "bf16", "fp16, whole": "fp16"}
 CHARTS = {
-    "fm_delta_size": Chart("fm_delta_performance.md", TYPES, "bits per parameter"),
-    "fm_delta_speed": Chart(
-        "fm_delta_performance.md",
-        {f"{name} decompress": f"{name}, decompressing" for name in ("fp32", "bf16", "fp16")},
-        "MB/s",
-        skip=("memcpy",),
-    ),
     "fm_delta_language_model": Chart(
-        "fm_delta_performance.md",
+        "benchmarks.md",
         {
             "full, 29 % changed": "Full fine-tune:\n269 → 16.7 MB",
             "merged LoRA, 10 %": "Merged LoRA:\n269 → 6.1 MB",
@@ -77,7 +65,6 @@ CHARTS = {
         },
         "% of 269 MB",
     ),
-    "fm_delta_alone": Chart("fm_delta_performance.md", {name: name for name in ("fp32", "bf16", "fp16")}, "% of the original"),
     "uni_med_tasks": Chart(
         "uni_med.md",
         {
@@ -98,17 +85,6 @@ CHARTS = {
         "share of exact answers",
         shared=True,
         ours="exact: CMoE",
-    ),
-    "weight_sync_size": Chart(
-        "weight_sync.md", {"GRPO: MB": "One step of GRPO", "SFT: MB": "One step of SFT"}, "MB", log=True, shared=True
-    ),
-    "serving_switch": Chart(
-        "serving.md",
-        {"full, 16.7 MB": "Full fine-tune", "merged LoRA, 6.1 MB": "Merged LoRA", "light, 1.6 MB": "Light fine-tune"},
-        "seconds",
-        log=True,
-        shared=True,
-        ours="switch from the base, after the running request has ended",
     ),
 }
 
@@ -144,7 +120,6 @@ def number(cell: str) -> str:
 
 def bars(chart: Chart) -> Figure:
     rows = read_table(chart.page, list(chart.columns))
-    rows = {name: values for name, values in rows.items() if name not in chart.skip}
     names = [textwrap.fill(name.replace("**", ""), 28) for name in rows]
     across = 1 if len(chart.columns) <= 3 else 2
     down = math.ceil(len(chart.columns) / across)
@@ -156,14 +131,7 @@ def bars(chart: Chart) -> Figure:
         values = [row[i] for row in rows.values()]
         ours = [chart.ours in (column, name) or "**" in name or "hf_ext" in name for name in rows]
         sizes, colors = [float(value or 0) for value in values], [COLORS[0] if own else PALE for own in ours]
-        if chart.log:
-            axes.scatter(sizes, names, color=colors)
-            axes.set_xscale("log")
-            for name, size, value in zip(names, sizes, values):
-                axes.annotate(value, (size, name), (6, 0), textcoords="offset points", va="center", fontsize="x-small")
-            axes.grid(axis="y", lw=0.3)
-        else:
-            axes.bar_label(axes.barh(names, sizes, color=colors), values, fontsize="x-small", padding=2)
+        axes.bar_label(axes.barh(names, sizes, color=colors), values, fontsize="x-small", padding=2)
         axes.margins(x=0.18)
         label(axes, title if across == 1 else textwrap.fill(title, 17), unit)
         axes.tick_params(axis="y", labelsize="x-small")
@@ -174,10 +142,10 @@ def bars(chart: Chart) -> Figure:
 def emr_curves() -> Figure:
     """Size and accuracy of the methods that store many fine-tunes of one base, each a curve."""
     figure = new_figure(WIDTH, 5.6)
-    panels = {"MiniLM, five classifiers": "mpqa", "SmolLM2, three generated answers": "sort"}
+    panels = {"MiniLM, five classifiers": "five classifiers", "SmolLM2, three generated answers": "generated answers"}
     for axes, (title, task) in zip(figure.subplots(2, 1), panels.items()):
         curves = {name: [] for name in ("hf_ext", "T-Switch", "LoRA", "BitDelta", "EMR", "FM-Delta")}
-        for name, (bits, share, _) in read_table("emr.md", ["bits", "of single", task]).items():
+        for name, (bits, share, _) in read_table("benchmarks.md", ["bits", "of single", task]).items():
             curves.get(name.replace("*", "").partition(",")[0], []).append((float(bits), float(share)))
         for (name, points), color in zip(curves.items(), COLORS):
             axes.plot(*zip(*sorted(points)), "o-", color=color, ms=4, label=name)

@@ -103,7 +103,7 @@ def main():
     draw(curve, sizes, out / "demo.png")
     print(f"\nThe fine-tune takes {sizes['fine-tune']:.1f} MB. Compressed, it takes {sizes['compressed']:.1f} MB.")
     speed = f"{seconds:.1f} s, {sizes['fine-tune'] / seconds:.0f} MB/s"
-    print(f"Compressing took {speed}; docs/fm_delta_performance.md has the speeds of other models and processors.")
+    print(f"Compressing took {speed}; docs/benchmarks.md has the times of other models.")
     print(f"from_pretrained gives the same bits for both: {sum(same)} of {len(same)} tensors are equal.")
     print(f"The picture is {out / 'demo.png'}. All of this took {time.perf_counter() - began:.0f} s.")
     if not all(same):
