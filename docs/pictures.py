@@ -2,14 +2,11 @@
 
 The charts are as wide as a phone: their panels stand below each other. Most charts read the tables of the pages, so that each
 number stands in one place. Run this program again when a table changes. `emr_election` computes a small example.
-router.png is an output of notebooks/uni_med.ipynb. router_pretrained.png is one of examples/run_uni_med.py.
 The diagrams (choosing.svg, delta.svg, pissa_split.svg, connector.svg) are written by hand.
 """
 
 from __future__ import annotations
 
-import base64
-import json
 import math
 import re
 import sys
@@ -65,22 +62,8 @@ CHARTS = {
         },
         "% of 269 MB",
     ),
-    "uni_med_tasks": Chart(
-        "uni_med.md",
-        {
-            "REC IoU": "White cell's box, IoU",
-            "REG": "What is in a box",
-            "count": "Number of white cells",
-            "BLEU-1": "Report, BLEU-1",
-            "place": "Place in the report",
-            "cell": "Kind of a cell",
-        },
-        "score, 0 to 1",
-        shared=True,
-        ours="CMoE, soft router",
-    ),
     "uni_med_mixture": Chart(
-        "uni_med_cmoe.md",
+        "benchmarks.md",
         {"exact: projector": "Projector alone", "exact: CMoE": "CMoE, five experts"},
         "share of exact answers",
         shared=True,
@@ -190,15 +173,6 @@ def emr_election() -> Figure:
     return figure
 
 
-def router() -> bytes:
-    """Returns the notebook's picture of where the connector's router sends visual tokens."""
-    notebook = json.loads((DOCS.parent / "notebooks/uni_med.ipynb").read_text(encoding="utf-8"))
-    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    [cell] = [cell for cell in code if "output_router_weights=True" in "".join(cell["source"])]
-    [picture] = [output["data"]["image/png"] for output in cell["outputs"]]
-    return base64.b64decode("".join(picture))
-
-
 def save(figure: Figure, path: Path) -> None:
     """Writes an SVG without a background, whose text has the color of the reader's setting."""
     figure.savefig(path, transparent=True, metadata={"Date": None, "Creator": None})
@@ -211,7 +185,6 @@ def main(folder: str = str(DOCS / "assets")) -> None:
         save(bars(chart), Path(folder, f"{name}.svg"))
     for draw in (emr_curves, emr_election):
         save(draw(), Path(folder, f"{draw.__name__}.svg"))
-    Path(folder, "router.png").write_bytes(router())
 
 
 if __name__ == "__main__":

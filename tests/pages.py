@@ -47,6 +47,8 @@ from transformers import (
     Blip2QFormerConfig,
     Blip2VisionConfig,
     BlipImageProcessorPil,
+    CLIPImageProcessorPil,
+    LlavaProcessor,
     OPTConfig,
     TrainingArguments,
 )
@@ -60,11 +62,12 @@ ROOT = Path(__file__).parent.parent
 SHARED = tempfile.TemporaryDirectory()  # what is made once for several pages; gone with the process
 FENCE = re.compile(r"^```(.*?)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
-BERT, LLAMA, CHAT, BLIP2 = (
+BERT, LLAMA, CHAT, BLIP2, LLAVA = (
     "google-bert/bert-base-uncased",
     "meta-llama/Llama-2-7b-hf",
     "meta-llama/Llama-2-7b-chat-hf",
     "Salesforce/blip2-opt-2.7b",
+    "llava-hf/llava-1.5-7b-hf",
 )
 # What takes its time on real models is cut short here: texts of the pages, and options added to commands.
 TRAINED = "max_steps=2, num_samples=8, per_device_train_batch_size=4, use_cpu=True"
@@ -246,8 +249,6 @@ def uni_med() -> dict[str, Any]:
     samples["refer"] = samples["vqa"] | {"task": "refer", "answer": "{<10><20><30><40>}"}
     columns = Features({"image": Image(), **dict.fromkeys(("text", "task", "answer"), Value("string"))})
     data = {task: Dataset.from_list([row] * 4, columns) for task, row in samples.items()}
-    for part in (UniMedForConditionalGeneration, UniMedProcessor):
-        part.from_vision_text_pretrained(BLIP2, CHAT).save_pretrained("uni-med-out/moe_mlp-soft-0")
     return {
         **{"image": tiny_uni_med.image(), "vqa": data["vqa"], "refer": data["refer"], "questions": data["qa"]},
         **{f"test_{task}": [samples[task]] for task in ("vqa", "refer")},
@@ -258,21 +259,22 @@ def uni_med_data() -> dict[str, Any]:
     model = UniMedForConditionalGeneration.from_vision_text_pretrained(BLIP2, CHAT)
     model.save_pretrained("my-uni-med")
     UniMedProcessor.from_vision_text_pretrained(BLIP2, CHAT).save_pretrained("my-uni-med")
-    for folder in ("smears", "voc/JPEGImages", "voc/Annotations"):
-        Path(folder).mkdir(parents=True)
-    for file in ("smears/1.png", "voc/JPEGImages/1.jpg"):
-        tiny_uni_med.image().resize((640, 480)).save(file)
-    Path("boxes.csv").write_text("file,label,left,top,right,bottom\nsmears/1.png,white blood cell,128,96,320,288\n")
-    box = "".join(f"<{edge}>{value}</{edge}>" for edge, value in (("xmin", 1), ("ymin", 2), ("xmax", 30), ("ymax", 40)))
-    thing = f"<object><name>platelet</name><bndbox>{box}</bndbox></object>"
-    Path("voc/Annotations/1.xml").write_text(f"<annotation><filename>1.jpg</filename>{thing}</annotation>")
+    tiny_medical_data.save(Path("smears/1.png"), (640, 480))
     tiny_medical_data.save_all()
     return {}
 
 
 def uni_med_cmoe() -> dict[str, Any]:
-    (model, batch), (base, _) = (tiny_vision_language_models.build("llava") for _ in range(2))
-    return {"model": model, "base": base, "batch": batch, "labels": batch["input_ids"]}
+    model, _ = tiny_vision_language_models.build("llava")
+    words = tiny_uni_med.build_tokenizer(pad_token="<unk>")
+    words.add_tokens("<image>", special_tokens=True)
+    model.resize_token_embeddings(len(words))
+    model.config.image_token_id = len(words) - 1
+    model.push_to_hub(LLAVA)
+    pixels = CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
+    LlavaProcessor(pixels, words, 4, "default", num_additional_image_tokens=1).push_to_hub(LLAVA)
+    tiny_medical_data.save(Path("smears/1.png"))
+    return {}
 
 
 def serving() -> dict[str, Any]:

@@ -212,7 +212,6 @@ def test_the_pictures_show_the_numbers_that_the_tables_have(tmp_path):
     for picture in drawn:
         words = [re.findall(r"<text .*?>(.*?)</text>", shown(path)) for path in (picture, ROOT / "docs/assets" / picture.name)]
         assert words[0] == words[1], f"{picture.name}: run python docs/pictures.py"
-    assert (tmp_path / "router.png").read_bytes() == (ROOT / "docs/assets/router.png").read_bytes()
 
 
 def readme_table(heading: str) -> list[list[str]]:

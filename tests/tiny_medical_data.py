@@ -64,9 +64,6 @@ def save_all() -> None:
     turns = [{"from": "human", "value": "<image>\nwhat is this?"}, {"from": "gpt", "value": "a scan"}]
     boxes = [{"image_id": 10, "category_id": 1, "bbox": [x, 10, 40, 40], "area": 1600} for x in (10, 60)]
     files = {
-        "VQA_RAD Dataset Public.json": [
-            question | {"image_name": "a.jpg", "phrase_type": kind} for kind in ("freeform", "test_para")
-        ],
         "Slake1.0/train.json": [question | {"img_name": "x/a.jpg", "q_lang": language} for language in ("en", "zh")],
         "mimic_cxr/annotation.json": {"train": [report], "val": [], "test": []},
         "llava_med.json": [{"id": "1", "image": "a.jpg", "conversations": turns * 2}],
@@ -76,7 +73,7 @@ def save_all() -> None:
             "annotations": boxes,
         },
     }
-    for name in ("VQA_RAD Image Folder/a.jpg", "Slake1.0/imgs/x/a.jpg", "images/a.jpg", "cells/a.png"):
+    for name in ("Slake1.0/imgs/x/a.jpg", "images/a.jpg", "cells/a.png"):
         save(Path(name))
     for view in report["image_path"]:
         save(Path("mimic_cxr/images", view), mode="L")
