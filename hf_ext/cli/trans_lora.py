@@ -115,7 +115,7 @@ def more(text: str, request: type, example: str) -> str:
         default = "required" if item.default is MISSING else item.default and f"default: {item.default}"
         help = item.metadata["help"] + (f" [{default}]" if default else "")
         rows.append(fill(f"  --{dashed(item.name):<21} {help}", 86, subsequent_indent=" " * 26))
-    rest = "Also takes every field of TransLoraConfig (docs/trans_lora.md) and of Transformers' TrainingArguments as an option"
+    rest = "Also takes every field of TransLoraConfig (most used: docs/trans_lora.md) and of Transformers' TrainingArguments"
     return "\n\n".join([text, "\n".join(rows), f"{rest}, for example:", f"\b\n {example}"])
 
 

@@ -147,7 +147,8 @@ class QPissaConfig(PissaConfig):
 
     Args:
         iterations: iterations of decomposition and quantization (T of the paper's algorithm 1).
-        init_lora_weights: as in `PissaConfig`. Only the first iteration takes all rounds, twice as many.
+        init_lora_weights: as in `PissaConfig`. Only the first iteration takes all rounds, twice as many. False is for loading
+            saved weights, which bring the residual: do not train from it.
         full_precision_model: folder or Hub id of the base's original weights. Defaults to the model's own name.
     """
 

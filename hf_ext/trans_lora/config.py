@@ -68,7 +68,9 @@ class TransLoraConfig(TrainingArguments):
         "Question of train_discriminator whether an input is real, with {input} and {task} in it. A transfer uses the question "
         "that the discriminator was trained with.",
     )
-    held_out_share: float = _setting(0.05, "Share of the kept inputs on which student and teacher are compared.")
+    held_out_share: float = _setting(
+        0.05, "Further inputs, as a share of num_samples, on which student and teacher are compared."
+    )
 
     num_train_epochs: float = _setting(20.0, "Epochs of the distillation.")
     learning_rate: float = _setting(2e-5, "Initial learning rate of the distillation.")
@@ -83,7 +85,8 @@ class TransLoraConfig(TrainingArguments):
 
         The adapters are not part of a TransLoraConfig. The paper's are LoRAs on the query and value projections,
         `LoraConfig(target_modules=["q_proj", "v_proj"])`, and prompts that start at a text, `PromptTuningConfig(
-        prompt_tuning_init="TEXT", prompt_tuning_init_text="Answer the following question correctly:", …)`.
+        prompt_tuning_init="TEXT", prompt_tuning_init_text="Answer the following question correctly:",
+        tokenizer_name_or_path=…)`.
 
         Args:
             dataset_size: number of real inputs that the source adapter was trained on.

@@ -27,7 +27,8 @@ class UniMedConfig(PreTrainedConfig):
         connector: "linear", "mlp" (two layers), "moe_linear" or "moe_mlp".
         num_experts: experts of a mixture.
         router: "soft" weighs all experts by sigmoid(logits) over their sum; "sparse" takes the softmax over the
-            `num_experts_per_tok` largest logits; "hard" gives task i to expert i; "constant" weighs all equally.
+            `num_experts_per_tok` largest logits, and needs sizes that are multiples of 8; "hard" gives task i to expert i;
+            "constant" weighs all equally.
         router_input: input of the router: "task_token" (task token and visual token), "token" or "task".
         num_experts_per_tok: experts of a visual token with the sparse router.
         resampling: "projection" concatenates neighboring visual tokens, "avg_pool" and "max_pool" pool squares of them.
@@ -80,7 +81,8 @@ class UniMedConfig(PreTrainedConfig):
             if self.router == "sparse" and any(size % 8 for size in (self.connector_input_size, text_config.hidden_size)):
                 raise ValueError(
                     "The sparse router's grouped matrix products require sizes that are multiples of 8; the connector's "
-                    f"input has {self.connector_input_size} and the language model {text_config.hidden_size}."
+                    f"input has {self.connector_input_size} and the language model {text_config.hidden_size}. Use another "
+                    "router."
                 )
 
     @property

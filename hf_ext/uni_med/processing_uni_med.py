@@ -188,7 +188,8 @@ class UniMedProcessor(ProcessorMixin):
         counts = [row.count(self.image_token) for row in rows]
         if sum(counts) != len(images):
             raise ValueError(
-                f"There are {len(images)} images, but {self.image_token} occurs {sum(counts)} times in the texts ({counts})."
+                f"There are {len(images)} images, but {self.image_token} occurs {sum(counts)} times in the texts ({counts}). "
+                f"Give questions with task=, or prompts with one {self.image_token} for each image."
             )
         rest = iter(images)
         return [[next(rest) for _ in range(count)] for count in counts]
