@@ -49,7 +49,7 @@ test-newest: ## run all tests with the newest versions of Transformers, PEFT, Py
 test-processors: $(VENV)/test ## run the tests with older instruction sets, one and two threads, and other seeds
 	scripts/test-processors.sh
 
-test-matrix: ## run all tests with each set of versions in constraints/, and print the table of docs/compatibility.md
+test-matrix: ## run all tests with each set of versions in constraints/, and print a table of what passes
 	scripts/test-matrix.sh
 
 test-vllm: ; scripts/$@.sh ## test the plugin with vLLM itself

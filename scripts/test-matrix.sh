@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs all tests with sets of versions, each in an environment of its own (.venv-COLUMN), then prints the table of
-# docs/compatibility.md. A column that fails does not end the run, but the exit code is then 1.
+# Runs all tests with sets of versions, each in an environment of its own (.venv-COLUMN), then prints a table of what
+# passes. A column that fails does not end the run, but the exit code is then 1.
 #
 #   scripts/test-matrix.sh                                    # all columns
 #   TESTS="tests/test_cli.py tests/emr" scripts/test-matrix.sh oldest newest
