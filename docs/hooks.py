@@ -83,7 +83,7 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
 
 def labeled(table: re.Match) -> str:
     """Returns a table with its headings in each cell, if it has more than three columns, or three and sentences."""
-    headings = [re.sub("<.*?>", "", text) for text in re.findall(r"<th\b.*?>(.*?)</th>", table[0])]
+    headings = [re.sub("<.*?>", "", text).replace('"', "&quot;") for text in re.findall(r"<th\b.*?>(.*?)</th>", table[0])]
     if len(headings) < 3 or len(headings) == 3 and not re.search(r"<td[^>]*>[^<]{40}", table[0]):
         return table[0]
     column = itertools.cycle(headings)

@@ -200,6 +200,7 @@ def test_the_site_builds_without_warnings_and_is_complete(tmp_path):
     names = {name for name, thing in public() if callable(thing)}
     assert names - set(re.findall(r'id="hf_ext\.(?:\w+\.)?(\w+)"', text)) == set()
     assert set(re.findall(r'(?:src|rel="stylesheet" href)="(https?:[^"]+)"', text)) == set()
+    assert 'data-label="Platform"' in shown(tmp_path / "compatibility.html")  # on a phone, wide tables are lists
 
 
 @pytest.mark.slow
