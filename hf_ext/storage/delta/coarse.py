@@ -34,7 +34,8 @@ from hf_ext.storage.prefetch import in_threads
 from hf_ext.storage.safetensors_file import RawTensor
 
 SAMPLE = 1 << 14  # values on which thresholds are compared
-THRESHOLDS = np.arange(0.5, 1.3, 0.05)  # in steps
+THRESHOLDS = np.arange(0.5, 0.96, 0.05)  # in steps
+LARGE = 1 << 12  # numbers from here on count as one number in the comparison
 WORTH = math.log(2) / 6  # squared steps of error that one bit must save: what it saves where errors are small
 
 
@@ -151,7 +152,8 @@ def threshold(change: Change, factors: Factors | None, step: float) -> float:
 
     def cost(least: float) -> float:
         numbers = np.floor(sizes + (1 - np.where(fine, least, 0.5)))
-        counts = np.unique(numbers, return_counts=True)[1]
+        counts = np.bincount(np.minimum(numbers, LARGE).astype(np.int64).ravel())
+        counts = counts[counts > 0]
         bits = float(counts @ np.log2(numbers.size / counts)) + np.count_nonzero(numbers)  # and the signs
         return float(np.square((sizes - numbers) * units).sum()) + WORTH * bits
 
