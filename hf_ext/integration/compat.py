@@ -223,19 +223,25 @@ def variables_of_caller(owner: object, function: str) -> Mapping[str, Any] | Non
     return None
 
 
-def targets_moved_to_experts(config: LoraConfig, model: torch.nn.Module) -> list[str]:
-    """Returns the parameters of experts to which PEFT 0.21 moves targets of a LoRA in this model, when it attaches or loads it.
-    It moves projections of shared experts and dense layers too, if their names are those of the experts' in older checkpoints.
-    Empty where PEFT's functions have changed."""
+def targets_moved_to_experts(config: LoraConfig, model: torch.nn.Module) -> tuple[set[str], set[str]]:
+    """Returns the targets of a LoRA that PEFT 0.21 moves to the parameters of experts, when it attaches or loads it in this
+    model, and those that stay. It moves projections of shared experts and dense layers too, if their names are those of the
+    experts' in older checkpoints. Nothing is moved where PEFT's functions have changed.
+
+    Args:
+        config: of the LoRA. It is changed.
+    """
     try:
         from peft.tuners.tuners_utils import _maybe_include_all_linear_layers
         from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
         config = _maybe_include_all_linear_layers(config, model)
+        targets = config.target_modules
         convert_peft_config_for_transformers(config, model, None)
     except HOST_CHANGED:
-        return []
-    return sorted(config.target_parameters or ())
+        return set(), set()
+    rest = {*(config.target_modules or ())}
+    return {*(config.target_parameters or ())} if isinstance(targets, str) else {*(targets or ())} - rest, rest
 
 
 def requested_quantization() -> Any:

@@ -32,12 +32,18 @@ class PissaModel(LoraModel):
 
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         config = self.peft_config[adapter_name]
-        if moved := targets_moved_to_experts(config.to_lora_config(), model):
+        moved, rest = targets_moved_to_experts(config.to_lora_config(), model)
+        if moved and str(config.target_modules).lower() != "all-linear":
             raise ValueError(
-                f"PEFT moves a LoRA's targets in this model to the weights of the experts ({', '.join(moved)}), so the saved "
-                "adapter would not load. Leave the experts' projections out of target_modules, by their names: target_modules="
-                "['q_proj', 'k_proj', 'v_proj', 'o_proj']."
+                f"PEFT moves a LoRA of {', '.join(sorted(moved))} in this model to the weights of the experts, so the saved "
+                "adapter would not load. Leave these out of target_modules; 'all-linear' does so."
             )
+        if moved:
+            logger.warning(
+                f"'all-linear' leaves out {len(moved)} layers of this model, such as {min(moved)}: PEFT would load the saved "
+                "adapter's factors for them into the experts."
+            )
+            config.target_modules = rest
         super().inject_adapter(model, adapter_name, *args, **kwargs)
         layers = self._set_magnitudes(model, adapter_name)
         if energies := [layer.energies[adapter_name] for layer in layers]:

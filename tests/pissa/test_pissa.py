@@ -15,11 +15,12 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraModel
 from peft.tuners.lora.layer import LoraLayer
 from tiny_adapters import Convolutions, difference, load, logits, moved, small_llama, trainable, trained
-from tiny_models import MODELS, bert, gpt2, inputs, llama, same_bits, t5
+from tiny_models import MODELS, VOCABULARY, bert, gpt2, inputs, llama, same_bits, t5
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from hf_ext import PissaConfig, QPissaConfig
+from hf_ext.pissa.layer import PissaLayer
 
 EVERYWHERE = "all-linear"
 LAYERS = ["wide", "pointwise"]
@@ -341,13 +342,30 @@ def test_a_weight_that_zero3_has_partitioned_is_an_error():
         get_peft_model(model, config(target_modules=["q_proj"]))
 
 
-def test_targets_that_peft_would_move_to_experts_are_an_error():
+def moe() -> Qwen3MoeForCausalLM:
+    """Its first layer is dense."""
+    torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "head_dim": 8, "moe_intermediate_size": 16}
-    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=64, num_hidden_layers=2, mlp_only_layers=[0], num_experts=4, **sizes))
-    for targets in (EVERYWHERE, ["q_proj", "gate_proj", "up_proj"]):
-        with pytest.raises(ValueError, match="to the weights of the experts .*gate_up_proj"):
+    sizes |= {"num_hidden_layers": 2, "num_key_value_heads": 2, "vocab_size": VOCABULARY}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, mlp_only_layers=[0], num_experts=4, num_experts_per_tok=2))
+
+
+def test_targets_that_peft_would_move_to_experts_are_an_error():
+    model = moe()
+    for targets, named in ((["q_proj", "gate_proj", "up_proj"], "gate_proj, up_proj"), (r".*\.\w+_proj", "gate_up_proj")):
+        with pytest.raises(ValueError, match=f"PEFT moves a LoRA of .*{named} in this model to the weights of the experts"):
             get_peft_model(model, config(target_modules=targets))
     assert get_peft_model(model, config(target_modules=["q_proj", "v_proj"]))
+
+
+def test_all_linear_leaves_out_what_peft_would_move_to_experts(tmp_path):
+    base = moe()
+    model = trained(copy.deepcopy(base), config(target_modules="all-linear"))
+    layers = {name.rpartition(".")[2] for name, layer in model.named_modules() if isinstance(layer, PissaLayer)}
+    assert layers == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    model.save_pretrained(tmp_path)
+    again = PeftModel.from_pretrained(base, tmp_path)
+    torch.testing.assert_close(logits(again), logits(model))
 
 
 def test_adapters_of_other_types_are_not_mixed_with_pissa():
