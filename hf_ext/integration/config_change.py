@@ -153,10 +153,10 @@ def _entries(config: dict, prefix: str = "") -> dict[str, object]:
 def _follow(config: PretrainedConfig, before: PretrainedConfig, after: PretrainedConfig) -> None:
     """Applies the changes between two configurations to a third, which keeps its own other settings."""
     for key in vars(before).keys() | vars(after).keys():
-        old, new = getattr(before, key, None), getattr(after, key, None)
+        old, new = vars(before).get(key), vars(after).get(key)  # some properties of this name raise errors
         if isinstance(new, PretrainedConfig) and isinstance(old, PretrainedConfig):
-            if isinstance(getattr(config, key, None), PretrainedConfig):
-                _follow(getattr(config, key), old, new)
+            if isinstance(part := vars(config).get(key), PretrainedConfig):
+                _follow(part, old, new)
         elif key not in vars(after):
             vars(config).pop(key, None)
         elif old != new:

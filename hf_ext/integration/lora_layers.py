@@ -6,10 +6,11 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
+import torch
 from peft import LoraConfig, TaskType
 from torch import nn
 from transformers import PreTrainedModel
@@ -131,8 +132,8 @@ class LoraLayers:
         state = self.model.state_dict()
         modules = {_module_of(name) for name in changed if name in state} - self.layers.keys()
         for module in (module for module in modules if "experts" not in module):
-            parameters = {name for name in self.others if name in state and _module_of(name) == module}
-            is_shared = bool(tied & parameters)
+            names = {name for name in state if _module_of(name) == module}
+            parameters, is_shared = names & self.others.keys(), bool(tied & names)
             if module == self.embedding:
                 (name,) = parameters
                 indices = rows(name)
@@ -274,8 +275,20 @@ def _is_same(source: TensorSource, part: Loaded, other: Loaded) -> bool:
 def _is_linear(model: PreTrainedModel, module: str) -> bool:
     """Checks whether a module is a linear layer that computes as PyTorch's does, and is called for it."""
     layer = model.get_submodule(module)
-    is_plain = isinstance(layer, nn.Linear | Conv1D) and type(layer).forward in (nn.Linear.forward, Conv1D.forward)
+    is_plain = isinstance(layer, nn.Linear | Conv1D) and _computes_as_linear(type(layer))
     return is_plain and not isinstance(model.get_submodule(_module_of(module)), nn.MultiheadAttention)
+
+
+@cache
+def _computes_as_linear(kind: type[nn.Module]) -> bool:
+    """Checks whether a class computes as PyTorch's linear layer does. Some have a forward of their own, such as Falcon's."""
+    if kind.forward in (nn.Linear.forward, Conv1D.forward):
+        return True
+    try:
+        layer, x = cast(nn.Linear, kind(3, 2)), torch.ones(1, 3)
+        return torch.allclose(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
+    except Exception:  # it takes other arguments, or has other weights
+        return False
 
 
 def _module_of(parameter: str) -> str:
