@@ -22,7 +22,7 @@ export PYTHON VENV TESTS GLIBC DATA BBH
 unexport PYTHONDONTWRITEBYTECODE  # else each process compiles PyTorch and Transformers again, for 15 seconds
 
 .DEFAULT_GOAL = help
-.PHONY: help demo tour test test-slow test-all test-newest test-processors test-matrix test-vllm test-sglang test-peft test-arm fuzz style format docs wheel test-wheel test-sdist resolve bench clean
+.PHONY: help demo tour test test-slow test-all test-newest test-processors test-matrix architectures test-vllm test-sglang test-peft test-arm fuzz style format docs wheel test-wheel test-sdist resolve bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' Makefile
@@ -51,6 +51,9 @@ test-processors: $(VENV)/test ## run the tests with older instruction sets, one 
 
 test-matrix: ## run all tests with each set of versions in constraints/, and print a table of what passes
 	scripts/test-matrix.sh
+
+architectures: $(VENV)/test ## take every architecture of Transformers through every operation, and print a table
+	$(BIN)/python benchmarks/architectures.py
 
 test-vllm: ; scripts/$@.sh ## test the plugin with vLLM itself
 test-sglang: ; scripts/$@.sh ## test the plugin with SGLang itself

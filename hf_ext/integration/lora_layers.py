@@ -6,7 +6,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -279,7 +279,6 @@ def _is_linear(model: PreTrainedModel, module: str) -> bool:
     return is_plain and not isinstance(model.get_submodule(_module_of(module)), nn.MultiheadAttention)
 
 
-@cache
 def _computes_as_linear(kind: type[nn.Module]) -> bool:
     """Checks whether a class computes as PyTorch's linear layer does. Some have a forward of their own, such as Falcon's."""
     if kind.forward in (nn.Linear.forward, Conv1D.forward):

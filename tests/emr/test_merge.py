@@ -25,7 +25,7 @@ from peft import (
 )
 from safetensors.torch import save_file
 from tiny_adapters import logits, moved
-from tiny_architectures import ARCHITECTURES
+from tiny_architectures import build
 from tiny_checkpoints import contents, edit_config, fine_tune, weights, write_folder
 from tiny_merges import classifier, same_tensors, tensors_of, write_tasks
 from tiny_models import MODELS, assert_same_weights, bert, gpt_oss, llama, perturb, tokenizer
@@ -479,7 +479,7 @@ def refusals(place: Path, base: Path, tasks: dict) -> Iterator[tuple]:
         yield other, {"a": saved(tuned, place / f"on-{5 - count}")}, message
 
     text = saved(with_lora(small_llama(), target_modules=["q_proj"], task_type="CAUSAL_LM"), place / "text")
-    clip = saved(ARCHITECTURES["CLIP, two towers"].build(), place / "clip")
+    clip = saved(build("CLIPModel"), place / "clip")
     yield clip, {"a": text}, "a model for AutoModelForCausalLM, and the base is a clip model"
     yield base, tasks | {"body": saved(bert().bert, place / "body")}, "architectures.*one class"
     yield base, tasks | {"half": saved(classifier(2, 3).bfloat16(), place / "half")}, "BF16 in task 'half' and F32 in 'trec'"
