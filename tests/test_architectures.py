@@ -34,6 +34,7 @@ from hf_ext.weight_sync import Publisher, Subscriber
 ODD = [
     "LlamaForCausalLM",
     "T5ForConditionalGeneration",  # one embedding under three names
+    "T5Gemma2ForConditionalGeneration",  # an embedding with another parameter
     "BartForConditionalGeneration",
     "MarianMTModel",  # positions that are not saved
     "BertForSequenceClassification",

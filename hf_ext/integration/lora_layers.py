@@ -134,8 +134,7 @@ class LoraLayers:
         for module in (module for module in modules if "experts" not in module):
             names = {name for name in state if _module_of(name) == module}
             parameters, is_shared = names & self.others.keys(), bool(tied & names)
-            if module == self.embedding:
-                (name,) = parameters
+            if module == self.embedding and (name := f"{module}.weight") in parameters:
                 indices = rows(name)
                 is_shared &= not any(head in self.whole for head, source in self.ties.items() if source == name)
                 if is_shared or len(indices) < len(state[name]) // 2:
