@@ -47,6 +47,7 @@ SIZES = {
 }
 SETTINGS = {name: size for size, names in SIZES.items() for name in names.split()}
 SETTINGS |= {"pad_token_id": 0, "decoder_start_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+SETTINGS |= {"initializer_range": 0.02}  # SAM's default makes weights that are smaller than the changes of a fine-tune
 #: Settings that have an entry for each stage of a model, and the entry.
 STAGES = dict.fromkeys(("conv_dim", "embed_dims", "hidden_sizes", "neck_hidden_sizes", "out_channels", "tdnn_dim"), 16)
 STAGES |= dict.fromkeys(("depths", "num_blocks"), 1) | dict.fromkeys(("num_attention_heads", "num_heads"), 2)
