@@ -59,6 +59,9 @@ REFUSED: dict[str, dict[str, str]] = {
     "switch": {  # the class appends to a list of its configuration, each time that it builds a model
         "has down_ops .* in its config.json": "LevitForImageClassification, LevitForImageClassificationWithTeacher, LevitModel"
     },
+    "extract": {  # its linear layers, but for the head, are of a class that PEFT does not know
+        "No linear layer of .* that PEFT can adapt": "IBertForSequenceClassification"
+    },
 }
 
 

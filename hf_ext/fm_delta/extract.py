@@ -105,8 +105,8 @@ def extract_lora(
     changes = Changes(source, prior, parts.layers | parts.others, parts.layers)
     if not parts.layers:
         raise CheckpointError(
-            f"No linear layer of {folder} that PEFT can adapt is in the base {prior} under a name that loading knows. Load "
-            "both with Transformers, save them again, and give the new folders."
+            f"No linear layer of {folder} that PEFT can adapt is in the base {prior} under a name that loading knows. If "
+            "both have some, load both with Transformers, save them again, and give the new folders."
         )
     largest = max(min(changes.shape(layer)) for layer in parts.layers)
     if rank is not None and rank > largest:
