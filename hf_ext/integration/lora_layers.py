@@ -83,7 +83,8 @@ class LoraLayers:
         if name.endswith("ForConditionalGeneration") and self.model.config.is_encoder_decoder:
             task = TaskType.SEQ_2_SEQ_LM
         parameters = inspect.signature(type(self.model).forward).parameters
-        takes_all = ARGUMENTS <= parameters.keys() or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+        takes_more = any(one.kind is one.VAR_KEYWORD for one in parameters.values())  # and may hand it to a part of the model
+        takes_all = ARGUMENTS <= parameters.keys() or takes_more and "inputs_embeds" in parameters
         generates = task in (TaskType.CAUSAL_LM, TaskType.SEQ_2_SEQ_LM)
         if self.model.main_input_name != "input_ids" or not takes_all or generates and not self.model.can_generate():
             return None
