@@ -199,7 +199,7 @@ def flag(name: str, help: str) -> Any:
     return typer.Option(name, help=help)
 
 
-Out = Annotated[str, option("--out", "Folder to write: a new one, or an earlier result to update.")]
+Out = Annotated[str, option("--out", "Folder to write: a new one, or an earlier result, which is replaced.")]
 Force = Annotated[bool, flag("--force", "Write into a folder that holds something else: overwrite files of the same names.")]
 Revision = Annotated[
     str | None, option("--revision", "Branch, tag or commit of the base on the Hub; defaults to main.", metavar="REV")

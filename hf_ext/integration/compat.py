@@ -223,25 +223,29 @@ def variables_of_caller(owner: object, function: str) -> Mapping[str, Any] | Non
     return None
 
 
-def targets_moved_to_experts(config: LoraConfig, model: torch.nn.Module) -> tuple[set[str], set[str]]:
-    """Returns the targets of a LoRA that PEFT 0.21 moves to the parameters of experts, when it attaches or loads it in this
-    model, and those that stay. It moves projections of shared experts and dense layers too, if their names are those of the
-    experts' in older checkpoints. Nothing is moved where PEFT's functions have changed.
-
-    Args:
-        config: of the LoRA. It is changed.
-    """
+def converts_adapters(model: PreTrainedModel) -> bool:
+    """Returns true if PEFT may rename or merge the tensors of a LoRA, or move its targets, when it loads it into this type of
+    model. Where Transformers' function is gone, this is not known, and true."""
     try:
-        from peft.tuners.tuners_utils import _maybe_include_all_linear_layers
-        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+    except ImportError:
+        return True
+    return get_checkpoint_conversion_mapping(model.config.model_type) is not None
 
-        config = _maybe_include_all_linear_layers(config, model)
-        targets = config.target_modules
-        convert_peft_config_for_transformers(config, model, None)
+
+def linear_targets(config: LoraConfig, model: torch.nn.Module) -> set[str]:
+    """Returns the linear layers of a model that are targets of a LoRA. Empty where PEFT's functions have changed."""
+    import torch
+    from transformers.pytorch_utils import Conv1D
+
+    try:
+        from peft.tuners.tuners_utils import _maybe_include_all_linear_layers, check_target_module_exists
+
+        config = _maybe_include_all_linear_layers(deepcopy(config), model)
+        linear = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear | Conv1D)}
+        return {name for name in linear if check_target_module_exists(config, name)}
     except HOST_CHANGED:
-        return set(), set()
-    rest = {*(config.target_modules or ())}
-    return {*(config.target_parameters or ())} if isinstance(targets, str) else {*(targets or ())} - rest, rest
+        return set()
 
 
 def requested_quantization() -> Any:

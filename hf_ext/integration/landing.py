@@ -19,7 +19,9 @@ import torch
 from peft import LoraConfig, PeftModel
 from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from hf_ext.errors import CheckpointError
 from hf_ext.integration import compat
@@ -111,6 +113,39 @@ def layers_that_load(
     while names != all_names:  # fewer targets, other conversions
         all_names, names = names, arriving(names)
     return names
+
+
+def targets_that_load(model: nn.Module, config: LoraConfig) -> tuple[set[str], set[str]]:
+    """Returns the linear layers that are targets of a LoRA, and those of them whose factors arrive where PEFT loads it.
+
+    Args:
+        model: with its weights. It stays unchanged.
+        config: of the LoRA. Of "all-linear", layers that do not load are no longer targets for the others.
+    """
+    if not isinstance(model, PreTrainedModel) or not compat.converts_adapters(model):
+        return set(), set()
+    with torch.device("meta"), compat.no_init_weights():
+        skeleton = compat.model_of(type(model), deepcopy(model.config))
+    targets = compat.linear_targets(config, skeleton)
+    weights = {name: skeleton.get_submodule(name).weight.shape for name in targets}
+    shapes = {name: (m, n) if _is_transposed(skeleton, name) else (n, m) for name, (m, n) in weights.items()}
+    plain = {"r": 1, "rank_pattern": {}, "alpha_pattern": {}, "use_dora": False, "bias": "none", "task_type": None}
+    plain |= {"modules_to_save": None, "trainable_token_indices": None}
+
+    def config_of(names: Iterable[str]) -> LoraConfig:
+        result = deepcopy(config)
+        vars(result).update(plain | ({"target_modules": {*names}} if is_all_linear(config) else {}))
+        return result
+
+    return targets, layers_that_load(skeleton, shapes, config_of)
+
+
+def is_all_linear(config: LoraConfig) -> bool:
+    return str(config.target_modules).lower() == "all-linear"
+
+
+def _is_transposed(model: nn.Module, layer: str) -> bool:
+    return isinstance(model.get_submodule(layer), Conv1D)
 
 
 def _is_same(loaded: torch.Tensor, saved: torch.Tensor) -> bool:

@@ -275,17 +275,21 @@ def _is_same(source: TensorSource, part: Loaded, other: Loaded) -> bool:
 def _is_linear(model: PreTrainedModel, module: str) -> bool:
     """Checks whether a module is a linear layer that computes as PyTorch's does, and is called for it."""
     layer = model.get_submodule(module)
-    is_plain = isinstance(layer, nn.Linear | Conv1D) and _computes_as_linear(type(layer))
+    is_plain = isinstance(layer, nn.Linear | Conv1D) and _computes_as_linear(layer)
     return is_plain and not isinstance(model.get_submodule(_module_of(module)), nn.MultiheadAttention)
 
 
-def _computes_as_linear(kind: type[nn.Module]) -> bool:
-    """Checks whether a class computes as PyTorch's linear layer does. Some have a forward of their own, such as Falcon's."""
-    if kind.forward in (nn.Linear.forward, Conv1D.forward):
+def _computes_as_linear(layer: nn.Module) -> bool:
+    """Checks whether a layer computes as PyTorch's linear layer does. Some have a forward of their own, such as Falcon's."""
+    if type(layer).forward in (nn.Linear.forward, Conv1D.forward):
         return True
+    if any(layer.children()) or {name for name, _ in layer.named_parameters()} - {"weight", "bias"}:
+        return False
     try:
-        layer, x = cast(nn.Linear, kind(3, 2)), torch.ones(1, 3)
-        return torch.allclose(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            small = cast(nn.Linear, type(layer)(3, 2))
+            x = 3 * torch.randn(8, 3, dtype=small.weight.dtype)
+            return torch.allclose(small(x), nn.functional.linear(x, small.weight, small.bias))
     except Exception:  # it takes other arguments, or has other weights
         return False
 

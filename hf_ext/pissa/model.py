@@ -12,7 +12,8 @@ from transformers.utils.logging import get_logger, tqdm
 
 from hf_ext.display import percent
 from hf_ext.errors import HfExtError
-from hf_ext.integration.compat import NamedAsInStateDict, targets_moved_to_experts
+from hf_ext.integration.compat import NamedAsInStateDict
+from hf_ext.integration.landing import is_all_linear, targets_that_load
 from hf_ext.pissa.config import PissaConfig
 from hf_ext.pissa.kinds import KINDS
 from hf_ext.pissa.layer import PissaLayer, whole
@@ -32,18 +33,8 @@ class PissaModel(LoraModel):
 
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         config = self.peft_config[adapter_name]
-        moved, rest = targets_moved_to_experts(config.to_lora_config(), model)
-        if moved and str(config.target_modules).lower() != "all-linear":
-            raise ValueError(
-                f"PEFT moves a LoRA of {', '.join(sorted(moved))} in this model to the weights of the experts, so the saved "
-                "adapter would not load. Leave these out of target_modules; 'all-linear' does so."
-            )
-        if moved:
-            logger.warning(
-                f"'all-linear' leaves out {len(moved)} layers of this model, such as {min(moved)}: PEFT would load the saved "
-                "adapter's factors for them into the experts."
-            )
-            config.target_modules = rest
+        if config.init_lora_weights and not self.is_quantized:  # QPiSSA's adapters are never loaded as LoRAs
+            self._leave_out_what_does_not_load(model, config)
         super().inject_adapter(model, adapter_name, *args, **kwargs)
         layers = self._set_magnitudes(model, adapter_name)
         if energies := [layer.energies[adapter_name] for layer in layers]:
@@ -51,6 +42,27 @@ class PissaModel(LoraModel):
                 f"The adapter '{adapter_name}' starts with {percent(sum(energies) / len(energies))} of the weights' energy "
                 f"(mean over {len(energies)} layers)."
             )
+
+    @staticmethod
+    def _leave_out_what_does_not_load(model: nn.Module, config: PissaConfig) -> None:
+        """Removes the layers from "all-linear" whose saved factors PEFT would not load: it takes names in mixtures of experts
+        for those of older checkpoints.
+
+        Raises:
+            ValueError: one of them is named in `target_modules`.
+        """
+        targets, loaded = targets_that_load(model, config.to_lora_config())
+        if not (lost := targets - loaded):
+            return
+        if not is_all_linear(config):
+            raise ValueError(
+                f"PEFT would not load the saved factors of {len(lost)} target_modules of this model, such as '{min(lost)}'. "
+                "Leave these out; 'all-linear' does so."
+            )
+        logger.warning(
+            f"'all-linear' leaves out {len(lost)} layers, such as '{min(lost)}': PEFT would not load their saved factors."
+        )
+        config.target_modules = loaded
 
     def _cast_adapter_dtype(self, adapter_name: str, autocast_adapter_dtype: bool = True) -> None:
         super()._cast_adapter_dtype(adapter_name, autocast_adapter_dtype)

@@ -36,6 +36,9 @@ ODD = {
     "speech": ("WhisperForConditionalGeneration", {**ENCODER_DECODER, "vocab_size": 96, "encoder_attention_heads": 4,
         "decoder_attention_heads": 4, "num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 20,
         "decoder_start_token_id": 1, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}, None),
+    "parts": ("IdeficsForVisionText2Text", {**SMALL, "additional_vocab_size": 2, "cross_layer_interval": 1,
+        "tie_word_embeddings": False, "vision_config": {"embed_dim": 32, "image_size": 8, "patch_size": 4, "intermediate_size":
+        48, "num_attention_heads": 4, "num_hidden_layers": 1}}, "lm_head.weight"),
     "head": ("DistilBertForSequenceClassification", {"vocab_size": 96, "dim": 32, "hidden_dim": 48, "n_layers": 2,
         "n_heads": 4}, None),
     "no-head": ("LlamaModel", {**SMALL, "num_key_value_heads": 2}, None),
@@ -50,6 +53,7 @@ INPUTS = {
 MORE_INPUTS = {
     "speech": {"decoder_input_ids": INPUTS["input_ids"]},
     "scalar": {"pixel_values": torch.ones(1, 3, 16, 16)},
+    "parts": {"pixel_values": torch.ones(1, 1, 3, 8, 8), "image_attention_mask": torch.ones(1, 8, 1, dtype=torch.long)},
 }
 
 
