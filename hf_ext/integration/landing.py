@@ -119,13 +119,16 @@ def targets_that_load(model: nn.Module, config: LoraConfig) -> tuple[set[str], s
     """Returns the linear layers that are targets of a LoRA, and those of them whose factors arrive where PEFT loads it.
 
     Args:
-        model: with its weights. It stays unchanged.
+        model: with its weights. It stays unchanged. Types into which PEFT loads each tensor as it is are not examined.
         config: of the LoRA. Of "all-linear", layers that do not load are no longer targets for the others.
     """
-    if not isinstance(model, PreTrainedModel) or not compat.converts_adapters(model):
+    if not isinstance(model, PreTrainedModel) or not compat.converts_adapters(model) or compat.shards_by_zero3():
         return set(), set()
-    with torch.device("meta"), compat.no_init_weights():
-        skeleton = compat.model_of(type(model), deepcopy(model.config))
+    try:
+        with torch.device("meta"), compat.no_init_weights():
+            skeleton = compat.model_of(type(model), deepcopy(model.config))
+    except Exception:  # a class of someone's own may need more than a configuration
+        return set(), set()
     targets = compat.linear_targets(config, skeleton)
     weights = {name: skeleton.get_submodule(name).weight.shape for name in targets}
     shapes = {name: (m, n) if _is_transposed(skeleton, name) else (n, m) for name, (m, n) in weights.items()}
