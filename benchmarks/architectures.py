@@ -1,6 +1,6 @@
 """Takes every architecture with a head that Transformers builds small through every operation, and prints a table.
 
-    python benchmarks/architectures.py                                    all, about 15 minutes on two cores
+    python benchmarks/architectures.py                                    all, about 17 minutes on two cores
     python benchmarks/architectures.py --only LlamaForCausalLM my-model   these classes, or folders of models
 
 The operations are the tests of tests/test_architectures.py. A row of the table is a kind of head, with the number of models
