@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -65,7 +65,7 @@ REFUSED: dict[str, dict[str, str]] = {
 }
 
 
-def asked() -> Iterator:
+def cases() -> list:
     names = os.environ.get("ARCHITECTURES", "")
     if names:
         names = classes() if names == "all" else names.split(",")
@@ -135,7 +135,7 @@ def _first_output(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Ten
     return next(value for value in outputs if isinstance(value, torch.Tensor) and value.is_floating_point())
 
 
-@pytest.fixture(scope="module", params=asked())
+@pytest.fixture(scope="module", params=cases())
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
     folder = tmp_path_factory.mktemp("architecture")
     yield Case(request.param, folder)

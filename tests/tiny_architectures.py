@@ -77,7 +77,7 @@ def build(name: str) -> PreTrainedModel:
     if size > LARGEST:
         raise ValueError(f"{name} has {size} parameters with all known settings made small")
     torch.manual_seed(0)
-    return kind(small(kind.config_class()))
+    return kind(small(kind.config_class()))  # some classes change theirs
 
 
 def small(default: PretrainedConfig) -> PretrainedConfig:

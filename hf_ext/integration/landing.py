@@ -131,7 +131,8 @@ def targets_that_load(model: nn.Module, config: LoraConfig) -> tuple[set[str], s
         return set(), set()
     targets = compat.linear_targets(config, skeleton)
     weights = {name: skeleton.get_submodule(name).weight.shape for name in targets}
-    shapes = {name: (m, n) if _is_transposed(skeleton, name) else (n, m) for name, (m, n) in weights.items()}
+    transposed = {name for name in targets if isinstance(skeleton.get_submodule(name), Conv1D)}
+    shapes = {name: (m, n) if name in transposed else (n, m) for name, (m, n) in weights.items()}
     plain = {"r": 1, "rank_pattern": {}, "alpha_pattern": {}, "use_dora": False, "bias": "none", "task_type": None}
     plain |= {"modules_to_save": None, "trainable_token_indices": None}
 
@@ -145,10 +146,6 @@ def targets_that_load(model: nn.Module, config: LoraConfig) -> tuple[set[str], s
 
 def is_all_linear(config: LoraConfig) -> bool:
     return str(config.target_modules).lower() == "all-linear"
-
-
-def _is_transposed(model: nn.Module, layer: str) -> bool:
-    return isinstance(model.get_submodule(layer), Conv1D)
 
 
 def _is_same(loaded: torch.Tensor, saved: torch.Tensor) -> bool:
