@@ -75,6 +75,12 @@ def fresh(action: Callable, *args) -> Any:
         return process.submit(action, *args).result()
 
 
+def load_and_read(folder: str | os.PathLike, kind: type, **options) -> None:
+    """Loads a model and reads a byte of every page of its weights, since a plain file is only mapped, not read."""
+    for weight in kind.from_pretrained(folder, **options).parameters():
+        weight.detach().reshape(-1).view(torch.uint8)[::4096].sum()
+
+
 @contextmanager
 def one_thread() -> Iterator[None]:
     """Runs PyTorch on one thread in a `with` block."""

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import torch
 from diffusers import UNet2DConditionModel
-from measuring import fresh, print_table, size_of
-from sections.load_from_hub import load_and_read
+from measuring import fresh, load_and_read, print_table, size_of
 from sections.scale import measure_spectra, measured, trained
 
 from hf_ext.fm_delta import compress_checkpoint, verify

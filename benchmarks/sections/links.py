@@ -1,43 +1,25 @@
-"""Measure how long a fine-tune takes to another machine: over links of any speed, and from a Hub behind a slow link.
-
-Sections of benchmarks/fm_delta.py.
-"""
+"""Measure how long a fine-tune takes to another machine over links of any speed: a section of benchmarks/fm_delta.py."""
 
 import argparse
-import gc
-import json
 import os
-import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from http.server import ThreadingHTTPServer
 from pathlib import Path
-from threading import Lock
 
 import torch
-from measuring import fresh, print_table, timed
-from sections.load_from_hub import load_and_read
-from sections.pairs import compress_checked, load_pairs, ours, write_models
+from measuring import print_table, timed
+from sections.pairs import compress_checked, load_pairs, ours
 from sections.peers import all_peers
 
 from hf_ext.display import new_figure, save_figure
-
-sys.path.append(str(Path(__file__).parents[2] / "tests"))
-from local_hub import Commit, File, LocalHub, Repo, Request  # noqa: E402
 
 LINKS = [100, 300, 1000, 2500, 10_000, 25_000]  # Mbit/s
 SENT = ["fm-delta", "zstd-3 XOR planes", "zipnn", "zstd-3 raw"]  # the peers that are compared
 WITH_BASE = {"ours", "ours, level 1", "fm-delta", "zstd-3 XOR planes"}
 CORES = os.cpu_count() or 1
-
-
-# ---- links of any speed ----------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -183,128 +165,3 @@ def plot(codecs: list[Codec], dtype: str, path: Path) -> None:
     axes[0].set_ylabel("seconds for 1 GB of original")
     axes[1].legend(fontsize=8)
     save_figure(figure, path)
-
-
-# ---- a hub behind a slow link ----------------------------------------------------------------------------------------
-
-
-class Link:
-    """A link of one speed that all connections share."""
-
-    def __init__(self, mbit: float):
-        self.bytes_per_second = mbit * 1e6 / 8
-        self.free_at = 0.0
-        self.lock = Lock()
-
-    def pieces(self, content: bytes, size: int = 1 << 16) -> Iterable[bytes]:
-        """Yields the content piece by piece, each when the link has carried it."""
-        for start in range(0, len(content), size):
-            piece = content[start : start + size]
-            with self.lock:
-                self.free_at = max(self.free_at, time.monotonic()) + len(piece) / self.bytes_per_second
-                ready = self.free_at
-            time.sleep(max(ready - time.monotonic(), 0))
-            yield piece
-
-
-class SlowHub(LocalHub):
-    """A Hub on this machine whose contents come as fast as a link carries them."""
-
-    def __init__(self, link: Link):
-        super().__init__()
-        self._server.server_close()
-
-        class SlowRequest(Request):
-            hub = self
-
-            def setup(self):
-                super().setup()
-                self.wfile = SlowFile(self.wfile, link)
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), SlowRequest)
-        self.endpoint = f"http://127.0.0.1:{self._server.server_port}"
-        self._storage = f"http://localhost:{self._server.server_port}/storage"
-
-    def publish(self, repo_id: str, folder: Path) -> str:
-        """Makes a folder the content of a repository, in place of any before; returns the commit."""
-        files = {
-            path.name: File(path.read_bytes(), path.suffix == ".safetensors") for path in folder.iterdir() if path.is_file()
-        }
-        self._objects |= {file.sha256: file.content for file in files.values() if file.lfs}
-        commit = Commit(None, "published", files)
-        self.repos[repo_id] = Repo(private=False)
-        self.repos[repo_id].add("main", commit)
-        return commit.id
-
-
-class SlowFile:
-    """The file that a request writes to, at the speed of a link."""
-
-    def __init__(self, file, link: Link):
-        self.file, self.link = file, link
-
-    def write(self, content: bytes) -> int:
-        return sum(self.file.write(piece) for piece in self.link.pieces(content))
-
-    def __getattr__(self, name: str):
-        return getattr(self.file, name)
-
-
-LOAD = Path(__file__).with_name("load_from_hub.py")
-
-
-def cold(args: argparse.Namespace, dtype: str) -> dict:
-    """Seconds of `from_pretrained` with nothing downloaded yet, from a Hub behind links of `--links` Mbit/s; of loading again
-    what the first load downloaded; and of loading from this machine's disk what is not in the page cache."""
-    results: dict = {"links": {}, "disk": {}}
-    with tempfile.TemporaryDirectory() as scratch:
-        base, plain, packed = write_models(args, dtype, Path(scratch))
-        away = shutil.copytree(packed, Path(scratch, "away"))
-        rows = []
-        for mbit in args.links:
-            with SlowHub(Link(mbit)) as hub:
-                commit = hub.publish("bench/base", base)
-                config = json.loads((packed / "config.json").read_text())
-                config["quantization_config"] |= {"base": "bench/base", "revision": commit}
-                (away / "config.json").write_text(json.dumps(config))
-                ways = {"plain": plain, "compressed": packed, "compressed, and its base": away}
-                loads: dict[str, list] = {name: [] for name in ways}
-                for _ in range(args.runs):  # each load in a fresh process, with a cache of its own
-                    for name, folder in ways.items():
-                        hub.publish("bench/model", folder)
-                        with tempfile.TemporaryDirectory(dir=scratch) as cache:
-                            env = hub.client_env(Path(cache))
-                            command = [sys.executable, LOAD, "bench/model", "--warm-up", plain]
-                            output = subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout
-                        loads[name].append(json.loads(output.splitlines()[-1]))
-                results["links"][mbit] = {
-                    name: dict(zip(("first", "again"), map(statistics.median, zip(*pairs)))) for name, pairs in loads.items()
-                }
-            times = results["links"][mbit]
-            for name, seconds in times.items():
-                first, again = (seconds[turn] / times["plain"][turn] for turn in ("first", "again"))
-                row = [speed_name(mbit), name, f"{seconds['first']:.2f}", f"{first:.2f} ×"]
-                rows.append([*row, f"{seconds['again']:.3f}", f"{again:.2f} ×"])
-        for name, folder in (("plain", plain), ("compressed", packed)):
-            results["disk"][name] = fresh(load_evicted, folder, base, args.runs)
-    title = f"{dtype}, {args.tasks[0]}: from_pretrained from a Hub behind a link, in seconds"
-    print_table(title, ["link", "model", "first load", "of plain", "loaded again", "of plain"], rows)
-    rows = [
-        [name, f"{seconds:.3f}", f"{seconds / results['disk']['plain']:.2f} ×"] for name, seconds in results["disk"].items()
-    ]
-    title = f"{dtype}, {args.tasks[0]}: from_pretrained from disk, page cache empty"
-    print_table(title, ["model", "seconds", "of plain"], rows)
-    return results
-
-
-def load_evicted(folder: Path, base: Path, runs: int) -> float:
-    """Returns the median time of some loads of a folder when neither it nor the base is in the page cache."""
-    seconds = []
-    for _ in range(runs + 1):  # the first warms up all but the files
-        gc.collect()  # a file that a model still maps would stay
-        for path in (*folder.glob("*.safetensors"), *base.glob("*.safetensors")):
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        seconds.append(timed(load_and_read, str(folder)))
-    return statistics.median(seconds[1:])

@@ -10,8 +10,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from measuring import timed
-from sections.load_from_hub import load_and_read
+from measuring import load_and_read, timed
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 

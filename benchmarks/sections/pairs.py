@@ -1,9 +1,8 @@
 """Real fine-tunes and their base as bit patterns, and our codec as a peer of those in peers.py."""
 
-import argparse
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,25 +12,19 @@ from fine_tunes import minilm
 from measuring import TORCH
 from safetensors.torch import load_file
 from sections.peers import WORDS, Peer
-from transformers import AutoModel
-from transformers import AutoModelForSequenceClassification as Classifier
 
 from hf_ext import storage
-from hf_ext.fm_delta import compress_checkpoint
 from hf_ext.storage.delta import DEFAULT_LEVEL
 from hf_ext.storage.native import _native
-
-QUANTIZED = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "int8": torch.int8}
 
 
 @dataclass
 class Pair:
-    """A tensor and its base, if it has one, as bit patterns; `dense` marks the 2-D weights of attention and MLP."""
+    """A tensor and its base, if it has one, as bit patterns."""
 
     name: str
     x: np.ndarray
     base: np.ndarray | None
-    dense: bool
 
 
 def load_tensors(folder: Path, base: Path | None = None) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
@@ -46,27 +39,14 @@ def load_tensors(folder: Path, base: Path | None = None) -> list[tuple[str, torc
     return tensors
 
 
-def is_dense(name: str, tensor: torch.Tensor) -> bool:
-    return tensor.ndim == 2 and (".layer." in name or ".layers." in name)
-
-
-def load_pairs(folder: Path, dtype: str, base: Path | None = None, values: str = "fp32") -> list[Pair]:
-    """Returns the tensors of a fine-tune in a type, after rounding their values to another type. For a type of QUANTIZED,
-    returns only the dense ones, because only these are stored so."""
-    return [
-        Pair(name, bits(tensor.to(TORCH[values]), dtype), bits(twin.to(TORCH[values]), dtype), is_dense(name, tensor))
-        for name, tensor, twin in load_tensors(folder, base)
-        if dtype in TORCH or is_dense(name, tensor)
-    ]
+def load_pairs(folder: Path, dtype: str, base: Path | None = None) -> list[Pair]:
+    """Returns the tensors of a fine-tune in a type."""
+    return [Pair(name, bits(tensor, dtype), bits(twin, dtype)) for name, tensor, twin in load_tensors(folder, base)]
 
 
 def bits(tensor: torch.Tensor, dtype: str) -> np.ndarray:
-    """Returns a tensor's bit patterns in a type. For int8 each row is scaled by its own largest value, for fp8 each tensor."""
-    if dtype == "int8":
-        tensor = (tensor / tensor.abs().amax(-1, keepdim=True) * 127).round()
-    elif dtype in QUANTIZED:
-        tensor = tensor / tensor.abs().max() * torch.finfo(QUANTIZED[dtype]).max
-    return tensor.to((TORCH | QUANTIZED)[dtype]).contiguous().view(torch.uint8).numpy().view(WORDS[dtype])
+    """Returns a tensor's bit patterns in a type."""
+    return tensor.to(TORCH[dtype]).contiguous().view(torch.uint8).numpy().view(WORDS[dtype])
 
 
 BEST = _native.instruction_sets()[-1]
@@ -77,7 +57,7 @@ def ours(level: int = DEFAULT_LEVEL, instructions: str = BEST) -> Peer:
     names = ["ours", f"level {level}" if level != DEFAULT_LEVEL else "", instructions if instructions != BEST else ""]
 
     def tensor(bits, dtype):
-        return torch.from_numpy(bits).view((TORCH | QUANTIZED)[dtype])
+        return torch.from_numpy(bits).view(TORCH[dtype])
 
     def compress(x, base, dtype):
         _native.use(instructions)
@@ -130,17 +110,3 @@ def measure(peer: Peer, pairs: list[Pair], dtype: str, runs: int = 1) -> dict[st
 def speed_row(name: str, figures: dict[str, float]) -> list[str]:
     """Returns the row of a table for the result of `measure`."""
     return [name, f"{100 * figures['share']:.2f} %", f"{figures['compress']:.0f}", f"{figures['decompress']:.0f}"]
-
-
-def write_models(args: argparse.Namespace, dtype: str, folder: Path, tasks: Sequence[str] = ()) -> tuple[Path, ...]:
-    """Writes the base, and each task's fine-tune plain and compressed (by default, of the first task), in a type. Returns the
-    folders: the base, then two of each task."""
-    base = folder / "base"
-    AutoModel.from_pretrained(minilm(), dtype=TORCH[dtype]).save_pretrained(base)
-    folders = [base]
-    for task in tasks or args.tasks[:1]:
-        plain, packed = folder / f"{task}-plain", folder / f"{task}-packed"
-        Classifier.from_pretrained(args.pairs / task, dtype=TORCH[dtype]).save_pretrained(plain)
-        compress_checkpoint(plain, base, packed)
-        folders += [plain, packed]
-    return tuple(folders)

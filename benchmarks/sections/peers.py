@@ -1,9 +1,8 @@
 """The codecs that the benchmarks compare with, behind one small interface, each on one thread.
 
-A `Peer` works on one tensor given as its bit patterns (uint32 for fp32, uint16 for bf16 and fp16, uint8 for fp8 and int8)
-and on the bit patterns of its base of the same shape, never empty, and may be called from several threads. Only our codec, zstd
-and zipnn are fit for one-byte types. Install the peers with ``pip install zstandard zipnn pcodec``; for fm-delta, which is
-optional, see `fm_delta`.
+A `Peer` works on one tensor given as its bit patterns (uint32 for fp32, uint16 for bf16 and fp16) and on the bit patterns of
+its base of the same shape, never empty, and may be called from several threads. Install the peers with
+``pip install zstandard zipnn pcodec``; for fm-delta, which is optional, see `fm_delta`.
 
 Left out: z4ai, slower than pcodec and hardly smaller; glyd, several times larger; lmzip, which uses no base; reminis, which
 works on SQLite databases of whole models; bigsmall, which works on files, at 1 to 10 MB a second, and is not under an
@@ -19,9 +18,8 @@ from functools import cache, cached_property
 
 import numpy as np
 
-WORDS = {"fp32": np.uint32, "bf16": np.uint16, "fp16": np.uint16} | dict.fromkeys(("fp8_e4m3", "fp8_e5m2", "int8"), np.uint8)
-ZIPNN_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
-ZIPNN_NAMES["int8"] = "float8_e4m3fn"  # pcodec does not support integers of one byte
+WORDS = {"fp32": np.uint32, "bf16": np.uint16, "fp16": np.uint16}
+ZIPNN_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 class OfThread(threading.local):
@@ -68,15 +66,6 @@ def from_ordered(x: np.ndarray) -> np.ndarray:
     top = 8 * x.itemsize - 1
     positive = (x.view(f"i{x.itemsize}") >> top).view(x.dtype)
     return x ^ (~positive | x.dtype.type(1 << top))
-
-
-def memcpy() -> Peer:
-    """Returns a peer that copies the bytes each way: the upper limit of any speed."""
-
-    def decompress(blob, base, dtype, shape):
-        return np.frombuffer(blob, WORDS[dtype]).reshape(shape).copy()
-
-    return Peer("memcpy", lambda x, base, dtype: x.tobytes(), decompress)
 
 
 def zstd_raw() -> Peer:
@@ -169,5 +158,5 @@ def fm_delta() -> Peer | None:
 @cache
 def all_peers() -> list[Peer]:
     """Returns every peer that can run here, fm-delta first."""
-    peers = [fm_delta(), pcodec_delta(), zstd_xor_planes(), zip_nn(), zstd_raw(), memcpy()]
+    peers = [fm_delta(), pcodec_delta(), zstd_xor_planes(), zip_nn(), zstd_raw()]
     return [peer for peer in peers if peer]

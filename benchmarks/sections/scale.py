@@ -5,12 +5,13 @@ random. Their changes resemble those of the real fine-tune, matrix by matrix: th
 part with the same share and decay of the energy on top of white noise, and the same share of unchanged rows of the embedding.
 The benchmark measures time and memory. The compressed size need not be that of a real fine-tune.
 
-It writes four times the model's size to the folder for temporary files (TMPDIR).
+It writes three times the model's size to the folder for temporary files (TMPDIR).
 """
 
 import argparse
 import json
 import math
+import re
 import shutil
 import statistics
 import sys
@@ -18,14 +19,13 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event, Thread
 
 import torch
-from measuring import fresh, print_table, size_of, timed
+from measuring import fresh, load_and_read, print_table, size_of, timed
 from safetensors.torch import save_file
-from sections.load_from_hub import empty_model, load_and_read
-from sections.pairs import is_dense, load_tensors
-from sections.switching import anonymous_peak, decode
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3MoeConfig
+from sections.pairs import load_tensors
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 
 from hf_ext import emr
 from hf_ext.fm_delta import compress_checkpoint, switch, verify
@@ -34,16 +34,12 @@ Tensors = dict[str, torch.Tensor]
 
 BASE_SCALE = 0.02  # of the random base's values
 LLAMA = {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}
-QWEN = {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936}
 SHAPES: dict[str, PretrainedConfig] = {
     "llama-3.2-1b": LlamaConfig(
         hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, tie_word_embeddings=True, **LLAMA
     ),
     "llama-3-8b": LlamaConfig(
         hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, tie_word_embeddings=False, **LLAMA
-    ),
-    "qwen3-30b-a3b": Qwen3MoeConfig(
-        hidden_size=2048, moe_intermediate_size=768, num_hidden_layers=48, num_experts=128, num_experts_per_tok=8, **QWEN
     ),
 }
 
@@ -81,15 +77,15 @@ def measure_spectra(folder: Path) -> tuple[list[Spectrum], float]:
     """Returns the spectra of a fine-tune's dense matrices in the order of the file, and the share of changed rows of its
     embedding."""
     tensors = load_tensors(folder)
-    spectra = [spectrum(tensor, base) for name, tensor, base in tensors if is_dense(name, tensor)]
+    spectra = [spectrum(tensor, base) for name, tensor, base in tensors if tensor.ndim == 2 and ".layer." in name]
     changed = [(tensor != base).any(-1).double().mean().item() for name, tensor, base in tensors if "word_embeddings" in name]
     return spectra, changed[0]
 
 
 def config_of(args: argparse.Namespace) -> PretrainedConfig:
-    """Returns the configuration of the model whose shapes are drawn, with all or some of its layers."""
+    """Returns the configuration of the model whose shapes are drawn."""
     config = SHAPES[args.shape]
-    config.update({"num_hidden_layers": args.layers or config.num_hidden_layers, "dtype": "bfloat16"})
+    config.update({"dtype": "bfloat16"})
     return config
 
 
@@ -111,9 +107,6 @@ def drawn(shape: torch.Size, like: Spectrum, changed: float, generator: torch.Ge
     if len(shape) == 1:
         base = torch.ones(shape)
         return [(base + torch.randn(shape, generator=generator) * 1e-3).bfloat16() for _ in range(2)] + [base.bfloat16()]
-    if len(shape) > 2:  # experts
-        matrices = [drawn(shape[1:], like, changed, generator) for _ in range(shape[0])]
-        return [torch.stack(parts) for parts in zip(*matrices)]
     base = torch.randn(shape, generator=generator).mul_(BASE_SCALE)
     tuned = [trained(base, like, generator) for _ in range(2)]
     for tensor in tuned:
@@ -171,6 +164,26 @@ def write_models(args: argparse.Namespace, folders: list[Path]) -> int:
     return parameters
 
 
+def anonymous_peak(action: Callable[[], object]) -> float:
+    """Megabytes of memory, without what is mapped from files, that a call takes at most above what there was before."""
+
+    def memory() -> float:
+        return int(re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) / 1000
+
+    before, most, done = memory(), [0.0], Event()
+
+    def watch() -> None:
+        while not done.wait(0.0005):
+            most.append(memory() - before)
+
+    watcher = Thread(target=watch)
+    watcher.start()
+    action()
+    done.set()
+    watcher.join()
+    return max(most)
+
+
 def measured(action: Callable, *args) -> tuple[float, float]:
     """Returns the seconds of one call, and the MB of memory that it takes beyond mapped files."""
     seconds: list[float] = []
@@ -193,10 +206,8 @@ def scale(args: argparse.Namespace) -> dict:
         fresh(compress_checkpoint, other, base, other_packed)
         shutil.rmtree(other)
         actions: dict[str, tuple] = {
-            "the model without weights": (measured, empty_model, tuned, AutoModelForCausalLM),
             "compress": (measured, compress_checkpoint, tuned, base, packed),
             "verify": (measured, verify, packed),
-            "decode all tensors": (measured, decode, packed),
             "from_pretrained, compressed": (measured, load_and_read, packed, AutoModelForCausalLM),
             "from_pretrained, plain": (measured, load_and_read, tuned, AutoModelForCausalLM),
             "switch to the other fine-tune": (measured_switch, packed, other_packed),
@@ -209,7 +220,6 @@ def scale(args: argparse.Namespace) -> dict:
             results[what] = {"seconds": seconds, "peak_mb": peak}
             rows.append([what, f"{seconds:.2f}", f"{original / seconds:.0f}", f"{peak:.0f}", f"{peak / original:.2f}"])
             print(*rows[-1], file=sys.stderr, flush=True)
-        rows[0][2] = ""
         sizes = {folder.name: size_of(folder, "*.safetensors") / 1e6 / original for folder in (packed, merged)}
     results |= sizes
     title = f"{args.shape}, {parameters / 1e9:.2f} B parameters, {original:.0f} MB in bf16, drawn like {args.tasks[0]}; "
