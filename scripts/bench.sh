@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Trains the models in pairs/ and lm/, and runs the benchmarks whose figures the pages of docs/ show. DATA and BBH are folders: see
-# benchmarks/fine_tunes.py and benchmarks/trans_lora.py.
+# benchmarks/fine_tunes.py and benchmarks/emr_generation.py.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 if [ ! -d "${DATA:-}" ] || [ ! -d "${BBH:-}" ]; then
-    echo "make bench needs DATA=folder and BBH=folder; see benchmarks/fine_tunes.py and benchmarks/trans_lora.py"
+    echo "make bench needs DATA=folder and BBH=folder; see benchmarks/fine_tunes.py and benchmarks/emr_generation.py"
     exit 1
 fi
 python=${VENV:-.venv}/bin/python
@@ -20,5 +20,4 @@ python=${VENV:-.venv}/bin/python
 "$python" benchmarks/pissa.py
 "$python" benchmarks/pissa_training.py --data "$DATA" --lm lm --out pissa-runs
 "$python" benchmarks/uni_med.py
-"$python" benchmarks/trans_lora.py --data "$BBH"
-"$python" benchmarks/extract_lora.py --pairs pairs --data "$DATA" --tuned lm/full --base lm/base --generation generation --bbh "$BBH"
+"$python" benchmarks/extract_lora.py --base lm/base --data "$DATA" --generation generation --bbh "$BBH"
