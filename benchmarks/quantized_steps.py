@@ -7,20 +7,12 @@
 matrices but the embedding are quantized, by the libraries that serving stacks use: Transformers (fp8, a scale for each block
 of 64 × 64), compressed-tensors (int4, groups of 32), and torchao (mxfp8, mxfp4, nvfp4).
 
-The section ``sizes`` compares, for these weights and their scales: payloads of FM-Delta, one for each tensor that changed;
-the bytes XOR those of the step before, in one zstd -1 frame for each tensor; and payloads of the bf16 weights, for servers that
-quantize themselves. Every method must restore the same bytes. Times are CPU seconds on one thread.
-
-The section ``exact`` quantizes the same weights in other processes: with one thread and with all, with PyTorch's plain and its
-vector instructions, and as one matrix or in two halves. It prints which of them give other bytes. A server that quantizes the
-weights itself has the publisher's bytes only if none does.
+It compares, for these weights and their scales: payloads of FM-Delta, one for each tensor that changed; the bytes XOR those of
+the step before, in one zstd -1 frame for each tensor; and payloads of the bf16 weights, for servers that quantize themselves.
+Every method must restore the same bytes. Times are CPU seconds on one thread.
 """
 
 import argparse
-import hashlib
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -149,51 +141,7 @@ def sizes(args: argparse.Namespace) -> dict:
     return results
 
 
-def digest(tensors: Tensors) -> str:
-    return hashlib.sha256(b"".join(raw(tensor).tobytes() for _, tensor in sorted(tensors.items()))).hexdigest()[:12]
-
-
-def digests(lm: str, halves: str) -> None:
-    """Prints the digest of the weights in each format."""
-    weights = load(argparse.Namespace(lm=Path(lm)), RATES[0], "1")
-    if halves:
-        weights = {name: weight.clone() for name, weight in weights.items()}
-        weights = {
-            f"{name} {i}": half for name, weight in weights.items() for i, half in enumerate(weight.split(len(weight) // 2))
-        }
-    for name in QUANTIZERS:
-        tensors = quantized(weights, name)
-        if halves:
-            whole: dict = {}
-            for key, tensor in tensors.items():
-                whole.setdefault(key.replace(" 0.", ".").replace(" 1.", "."), []).append(tensor)
-            tensors = {key: parts[0] if parts[0].ndim == 0 else torch.cat(parts) for key, parts in whole.items()}
-        print("digest", name, digest(tensors))
-
-
-def exact(args: argparse.Namespace) -> dict:
-    ways = {"usual": ({}, ""), "one thread": ({"OMP_NUM_THREADS": "1"}, ""), "in halves": ({}, "halves")}
-    ways |= {f"instructions: {name}": ({"ATEN_CPU_CAPABILITY": name}, "") for name in ("default", "avx2")}
-    results: dict = {}
-    for way, (env, halves) in ways.items():
-        command = [sys.executable, "-c", f"import quantized_steps; quantized_steps.digests({str(args.lm)!r}, {halves!r})"]
-        place = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
-        output = subprocess.run(
-            command, env=os.environ | {"OMP_NUM_THREADS": "2"} | env | place, capture_output=True, text=True
-        )
-        lines = [line.split() for line in output.stdout.splitlines() if line.startswith("digest")]
-        results[way] = {name: value for _, name, value in lines}
-        if len(lines) < len(QUANTIZERS):
-            raise SystemExit(output.stderr)
-    rows = [
-        [way, *("as usual" if found[name] == results["usual"][name] else "other bytes" for name in QUANTIZERS)]
-        for way, found in results.items()
-    ]
-    print_table("The same weights, quantized again", ["", *QUANTIZERS], rows)
-    return results
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lm", type=Path, required=True, help="folder that benchmarks/language_model.py makes")
-    run_sections(parser, {"sizes": sizes, "exact": exact})
+    run_sections(parser, {"sizes": sizes})

@@ -4,12 +4,12 @@ For benchmarks/emr.py and benchmarks/emr_generation.py. A size is in bits per pa
 
 - hf_ext and EMR, FM-Delta: all safetensors files of their folders.
 - T-Switch (arXiv 2412.00054): a mask of the largest changes of a task, their signs and one scale that keeps the length of the
-  task vector; "least error" has the scale of the smallest L2 distance. The size is that of an ideal code of mask and signs.
+  task vector. The size is that of an ideal code of mask and signs.
 - BitDelta (arXiv 2402.10193): of each matrix, the signs of its change and one scale, without the training of the scales. Other
   tensors are kept. Zeros stay zeros, which its one bit cannot say.
 - LoRA: hf_ext.fm_delta.extract_lora, of the rank that comes closest to the size, counted in 16 bits. Embeddings and others
   are the base's.
-- Average, task arithmetic (scale 0.3) and TIES (density 0.2) are PEFT's, and store one model.
+- TIES (density 0.2) is PEFT's, and stores one model.
 """
 
 import json
@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from measuring import print_table, size_of
-from peft.utils.merge_utils import task_arithmetic, ties
+from peft.utils.merge_utils import ties
 from safetensors.torch import load_file
 
 from hf_ext import emr, fm_delta
@@ -74,22 +74,15 @@ class Tasks:
 # ---- methods ---------------------------------------------------------------------------------------------------------
 
 
-def one_model(tasks: Tasks) -> Iterator[Point]:
-    """The methods that make one task vector from many."""
-    one = torch.ones(len(tasks.folders))
-    merging = {
-        "simple average": lambda vectors: task_arithmetic(vectors, one / len(one)),
-        "task arithmetic": lambda vectors: task_arithmetic(vectors, 0.3 * one),
-        "TIES": lambda vectors: ties(vectors, one, density=0.2),
-    }
-    vectors = [tasks.changes(tasks.own(task)) for task in tasks.folders]
+def ties_merging(tasks: Tasks) -> Point:
+    """TIES makes one task vector from many."""
+    vectors, one = [tasks.changes(tasks.own(task)) for task in tasks.folders], torch.ones(len(tasks.folders))
+    merged = {name: ties([vector[name] for vector in vectors], one, density=0.2) for name in vectors[0]}
     size = sum(weight.nbytes for weight in tasks.prior.values())
-    for name, merge in merging.items():
-        merged = {key: merge([vector[key] for vector in vectors]) for key in vectors[0]}
-        yield Point(name, tasks.bits(size), lambda task, own, merged=merged: tasks.with_changes(merged))
+    return Point("TIES", tasks.bits(size), lambda task, own: tasks.with_changes(merged))
 
 
-def task_switch(tasks: Tasks, bits: float, least: bool = False) -> Point:
+def task_switch(tasks: Tasks, bits: float) -> Point:
     """T-Switch with the share of changes whose mask and signs take so many bits."""
 
     def cost(share: float) -> float:
@@ -102,10 +95,10 @@ def task_switch(tasks: Tasks, bits: float, least: bool = False) -> Point:
         sizes = torch.cat([vector.abs().flatten() for vector in vectors.values()])
         kept = int(share * sizes.numel())
         threshold = sizes.kthvalue(sizes.numel() - kept + 1).values
-        scale = sizes[sizes >= threshold].mean() if least else sizes.norm() / kept**0.5
+        scale = sizes.norm() / kept**0.5
         return tasks.with_changes({name: scale * v.sign() * (v.abs() >= threshold) for name, v in vectors.items()})
 
-    return Point(f"T-Switch{' of least error' * least}, {100 * share:.1f} % of the changes", cost(share), weights)
+    return Point(f"T-Switch, {100 * share:.1f} % of the changes", cost(share), weights)
 
 
 def bit_delta(tasks: Tasks) -> Point:
@@ -170,12 +163,11 @@ def points(tasks: Tasks, bits: Sequence[float], scratch: Path) -> Iterator[Point
         yield switched(tasks, scratch / f"switch{i}", size)
     for size in bits:
         yield task_switch(tasks, size)
-        yield task_switch(tasks, size, least=True)
     for size in bits:
         yield lora(tasks, size)
     yield bit_delta(tasks)
     yield merged(tasks, "EMR", scratch / "emr")
-    yield from one_model(tasks)
+    yield ties_merging(tasks)
 
 
 # ---- comparison ------------------------------------------------------------------------------------------------------

@@ -9,15 +9,11 @@ contains the result of each stage, so a killed run resumes. Seconds are CPU seco
   gate       accuracy of both bases (the likeliest of the six words) and of LoRAs that learn from the real data
   transfer   the discriminator, the inputs that the target model writes, and LoRAs of the target that learn from them: filtered
              by the discriminator or not at all; and from the five seeds alone
-  extracted  a full fine-tune of the source model and the LoRA that is extracted from it: their accuracy, and LoRAs of the
-             target that learn from them on the inputs that the discriminator keeps, beside the source's trained LoRA
-  step       one training step with the logits of all positions, and with those of the answers alone
 """
 
 import argparse
 import json
 import random
-import statistics
 import sys
 import time
 from collections import Counter
@@ -25,16 +21,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from measuring import print_table, run_sections, size_of
+from measuring import print_table, run_sections
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
-from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments, set_seed
+from transformers import PreTrainedTokenizerBase, TrainingArguments, set_seed
 from transformers.utils import logging
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from run_trans_lora import TEMPLATE, accuracy  # noqa: E402
 
-from hf_ext import TransLoraConfig, TransLoraTrainer, fm_delta, trans_lora  # noqa: E402
+from hf_ext import TransLoraConfig, TransLoraTrainer, trans_lora  # noqa: E402
 from hf_ext.trans_lora.encoding import Encoder  # noqa: E402
 from hf_ext.trans_lora.generation import ModelGenerator  # noqa: E402
 from hf_ext.trans_lora.scoring import AnswerTrainer, answer_log_probs  # noqa: E402
@@ -267,69 +263,6 @@ def write_inputs(writer: TransLoraTrainer, test: Pairs) -> dict:
     }
 
 
-def extracted(args: argparse.Namespace) -> dict:
-    return {seed: from_full(args, seed) for seed in args.seeds}
-
-
-def from_full(args: argparse.Namespace, seed: int) -> dict:
-    """Fine-tunes the whole source model, extracts a LoRA, and prints how accurate these teachers and their students are."""
-    run, sources = Students(args, seed), Stages(args.out / "extracted.json")
-    full, folder = args.out / "source-full", args.out / "source-extracted"
-    run.stages("writing and filtering", lambda: write_inputs(run.trainer("discriminator"), run.test))
-    kept = [candidate.input for candidate in run.trainer("discriminator").synthesize() if candidate.kept]
-    sources("full fine-tune", fine_tune, args, run.real)
-    error = sources("extraction", lambda: fm_delta.extract_lora(full, args.source, folder, rank=args.rank).error)
-    base, tokenizer = load(args.source)
-    teachers = {
-        "trained LoRA": (args.out / "source-real", run.teacher),
-        "extracted LoRA": (folder, (PeftModel.from_pretrained(base, folder).eval(), tokenizer)),
-        "full fine-tune": (full, load(str(full))),
-    }
-    rows, right = [], [answer for _, answer in run.test]
-    for name, (path, teacher) in teachers.items():
-        run.teacher = teacher
-        taught = sources(f"{name}: answers to the test", answers, *teacher, run.test)
-        student = run.stages(f"learned from: {name}", run.learn, name, kept)
-        size = size_of(path, "*model.safetensors") / 1e6
-        rows += [[name, f"{size:.1f}", alike(taught, right), alike(student, right), alike(student, taught)]]
-    title = f"seed {seed}, {len(kept)} inputs: %; the extracted LoRA leaves {error:.0%} of the change"
-    print_table(title, ["teacher", "MB", "accuracy", "its student's accuracy", "agreement"], rows)
-    return sources.results | run.stages.results
-
-
-def fine_tune(args: argparse.Namespace, data: Pairs) -> None:
-    """Saves a full fine-tune of the source model in OUT. It trains in float32, as the LoRAs do, and is saved in bf16."""
-    model, tokenizer = load(args.source)
-    train(model, tokenizer, data, args.out / "full-run", recipe(args) | {"learning_rate": args.full_learning_rate})
-    model.bfloat16().save_pretrained(args.out / "source-full")
-    tokenizer.save_pretrained(args.out / "source-full")
-
-
-def step(args: argparse.Namespace) -> dict:
-    results, (real, _) = {}, task_data(args)
-    for name in (args.source, args.target):
-        model, tokenizer = load(name)
-        model = get_peft_model(model, lora(model)).train()
-        encoder = Encoder(tokenizer, model, TEMPLATE)
-        training = TrainingArguments(str(args.out / "step"), remove_unused_columns=False, **recipe(args))
-        batch = encoder.batch(encoder.samples([encoder.prompt(text) for text, _ in real[:16]], [one for _, one in real[:16]]))
-        count, seconds = (batch["labels"] != -100).sum(), {}
-        for trainer in (Trainer, AnswerTrainer):
-            trains, times = trainer(model, training, encoder.batch, [batch], processing_class=tokenizer), []
-            for _ in range(args.runs):
-                start = time.process_time()
-                trains.compute_loss(model, dict(batch), num_items_in_batch=count).backward()
-                times.append(time.process_time() - start)
-            seconds[trainer.__name__] = statistics.median(times)
-        results[Path(name).name] = seconds
-    rows = [
-        [name, *(f"{value:.2f}" for value in one.values()), f"{one['AnswerTrainer'] / one['Trainer']:.2f}"]
-        for name, one in results.items()
-    ]
-    print_table("A step of 16 questions, seconds", ["model", "all places", "answers alone", "ratio"], rows)
-    return results
-
-
 def alike(one: list[str], other: list[str]) -> str:
     return f"{100 * sum(map(str.__eq__, one, other)) / len(one):.1f}"
 
@@ -346,8 +279,6 @@ if __name__ == "__main__":
     parser.add_argument("--num_samples", type=int, default=90, help="synthetic inputs to keep and learn from")
     parser.add_argument("--longest", type=int, default=10, help="words of a question")
     parser.add_argument("--steps", type=int, default=60, help="steps of the training on real data, and of the discriminator's")
-    parser.add_argument("--rank", type=int, default=32, help="rank of the LoRA that is extracted from the full fine-tune")
-    parser.add_argument("--full_learning_rate", type=float, default=1e-4, help="learning rate of the full fine-tune")
     logging.set_verbosity_error()
     torch.set_num_threads(1)
-    run_sections(parser, {"gate": gate, "transfer": transfer, "extracted": extracted, "step": step})
+    run_sections(parser, {"gate": gate, "transfer": transfer})
