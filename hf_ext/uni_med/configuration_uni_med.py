@@ -34,7 +34,6 @@ class UniMedConfig(PreTrainedConfig):
         resampling: "projection" concatenates neighboring visual tokens, "avg_pool" and "max_pool" pool squares of them.
         resampling_rate: number of visual tokens that become one.
         tasks: names of the tasks of images; each has a task token to learn.
-        task_token_size: None for the size of the connector's input.
         image_token_id: placeholder in `input_ids` for an embedding of an image; may lie outside the vocabulary.
 
     Raises:
@@ -55,7 +54,6 @@ class UniMedConfig(PreTrainedConfig):
     resampling: Resampling = "projection"
     resampling_rate: int = 4
     tasks: list[str] | tuple[str, ...] = TASKS
-    task_token_size: int | None = None
     image_token_id: int = 32000
     initializer_range: float = 0.02
 
@@ -72,10 +70,6 @@ class UniMedConfig(PreTrainedConfig):
             raise ValueError(f"Pooling requires a square number of tokens: resampling_rate={self.resampling_rate} is none.")
         if not self.tasks or len({*self.tasks, QA}) <= len(self.tasks):
             raise ValueError(f"tasks={self.tasks}: give at least one name, each only once, and not '{QA}', which has no image.")
-        if self.task_token_size is not None and self.task_token_size < 1:
-            raise ValueError(
-                f"task_token_size={self.task_token_size}: give at least 1, or None for the connector's input size."
-            )
         if self.connector.startswith("moe"):
             check_routing(self.router, self.num_experts, self.num_experts_per_tok, len(self.tasks))
             if self.router == "sparse" and any(size % 8 for size in (self.connector_input_size, text_config.hidden_size)):

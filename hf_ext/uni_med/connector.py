@@ -190,7 +190,6 @@ class Connector(nn.Module):
         resampling: Resampling = "projection",
         resampling_rate: int = 4,
         num_tasks: int = 5,
-        task_token_size: int | None = None,
     ):
         super().__init__()
         self.resampling, self.resampling_rate = resampling, resampling_rate
@@ -199,7 +198,7 @@ class Connector(nn.Module):
         self.num_experts = num_experts if kind.startswith("moe") else None
         mixture = self.num_experts is not None
         learned = mixture and router in ("soft", "sparse")
-        task_size = (task_token_size or size) if learned and router_input != "token" else 0
+        task_size = size if learned and router_input != "token" else 0
         self.needs_task = bool(task_size) or (mixture and router == "hard")
         self.task_tokens = nn.Parameter(torch.empty(num_tasks, task_size)) if task_size else None
         self.router = Router(size if router_input != "task" else 0, task_size, num_experts) if learned else None

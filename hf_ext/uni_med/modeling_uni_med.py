@@ -113,7 +113,6 @@ class UniMedForConditionalGeneration(UniMedPreTrainedModel, GenerationMixin):
             resampling=config.resampling,
             resampling_rate=config.resampling_rate,
             num_tasks=len(config.tasks),
-            task_token_size=config.task_token_size,
         )
         self.language_model = language_model
         self.post_init()

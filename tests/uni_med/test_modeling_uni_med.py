@@ -493,7 +493,6 @@ def test_the_defaults_are_the_papers_model():
         ({"resampling_rate": 0}, "each must be 1 or more"),
         ({"tasks": ["vqa", "vqa"]}, "each only once"),
         ({"tasks": ["vqa", "qa"]}, "not 'qa', which has no image"),
-        ({"task_token_size": 0}, "at least 1, or None"),
         ({"vision_config": {"model_type": "efficientnet"}, "router": "sparse"}, "has no hidden_size"),
     ],
     ids=str,
