@@ -4,8 +4,7 @@ Requires the folder of benchmarks/language_model.py, and an environment with vLL
 
     python benchmarks/vllm_serving.py --lm lm
 
-Requests are greedy completions of 16 tokens. "Reload" is vLLM's own `reload_weights` of the plain checkpoint, "decode" this
-package decoding the same checkpoint in a process of its own on as many threads, and "copy" copying the weights in memory.
+Requests are greedy completions of 16 tokens. "Reload" is vLLM's own `reload_weights` of the plain checkpoint.
 """
 
 import argparse
@@ -24,14 +23,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
-import torch
 from measuring import print_table, run_sections, timed
 
-from hf_ext.emr import merge
 from hf_ext.fm_delta import compress_checkpoint
-from hf_ext.serving.stored_models import StoredModel
-from hf_ext.storage.open import open_checkpoint
-from hf_ext.storage.prefetch import Prefetcher
 
 FINE_TUNES = {"full": "full", "lora": "lora", "light": "light"} | {
     f"step {rate} {at}": f"step-{rate}/{at}" for rate, at in [("1e-5", 0), ("1e-5", 1), ("3e-6", 0), ("3e-6", 1), ("1e-6", 1)]
@@ -47,16 +41,7 @@ class Server:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(self.port)]
-        command += [
-            "--host",
-            "127.0.0.1",
-            "--enforce-eager",
-            "--max-model-len",
-            "512",
-            "--served-model-name",
-            "first",
-            *options,
-        ]
+        command += "--host 127.0.0.1 --enforce-eager --max-model-len 512 --served-model-name first".split()
         command += options
         self.log, start = log, time.perf_counter()
         self.process = subprocess.Popen(
@@ -90,24 +75,11 @@ class Server:
             return json.load(response)
 
     def ask(self, model: str = "first", tokens: int = 16) -> None:
-        body = {
-            "model": model,
-            "prompt": "The capital of France is",
-            "temperature": 0,
-            "ignore_eos": True,
-            "max_tokens": tokens,
-        }
-        self.post("/v1/completions", body)
+        options = {"temperature": 0, "ignore_eos": True, "max_tokens": tokens}
+        self.post("/v1/completions", {"model": model, "prompt": "The capital of France is", **options})
 
     def reload(self, path: Path) -> None:
         self.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(path)}})
-
-    def peak(self) -> float:
-        """Returns the peak memory in MB of the process that holds the weights, without pages of mapped files."""
-        workers = [child for child in psutil.Process(self.process.pid).children(recursive=True)]
-        return (
-            max(int(re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{child.pid}/status").read_text())[1]) for child in workers) / 1e3
-        )
 
     def switches(self) -> list[float]:
         return [float(seconds) for seconds in re.findall(r"Switched from .* in ([\d.]+) s", self.log.read_text())]
@@ -122,29 +94,26 @@ def compressed(args: argparse.Namespace, scratch: Path) -> dict[str, Path]:
 
 
 def starting(args: argparse.Namespace) -> dict:
-    """Seconds until a server answers, and its memory, from the plain checkpoint and from the compressed one."""
+    """Seconds until a server answers, from the plain checkpoint and from the compressed one."""
     with tempfile.TemporaryDirectory() as folder:
         small = Path(folder, "small")
         compress_checkpoint(args.lm / "full", args.lm / "base", small)
-        results: dict[str, list[tuple[float, float]]] = {"plain": [], "compressed": []}
+        results: dict[str, list[float]] = {"plain": [], "compressed": []}
         for _ in range(args.runs):
             for name, model in (("plain", args.lm / "full"), ("compressed", small)):
                 with Server(model.absolute(), Path(folder, f"{name}.log")) as server:
                     server.ask()
-                    results[name].append((server.seconds, server.peak()))
-    rows = [[name, *(f"{statistics.median(column):.1f}" for column in zip(*runs))] for name, runs in results.items()]
-    print_table(f"Start of a server, medians of {args.runs}", ["checkpoint", "s", "peak MB of the worker"], rows)
+                    results[name].append(server.seconds)
+    rows = [[name, f"{statistics.median(seconds):.1f}"] for name, seconds in results.items()]
+    print_table(f"Start of a server, medians of {args.runs}", ["checkpoint", "s"], rows)
     return results
 
 
 def switching(args: argparse.Namespace) -> dict:
-    """Seconds of a switch from the base to a fine-tune and back, beside other ways to get its weights into a server."""
-    plain = {name: (args.lm / name).absolute() for name in ("full", "lora", "light")}
+    """Seconds of a switch from the base to a fine-tune, beside other ways to get its weights into a server."""
+    names = ("full", "lora")
     with tempfile.TemporaryDirectory() as folder:
-        small: dict[str, str | Path] = dict(compressed(args, Path(folder)))
-        merge(args.lm / "base", plain, Path(folder, "merged"))
-        small["task of a merge"], plain["task of a merge"] = f"{folder}/merged#full", plain["full"]
-        names = list(plain)
+        small = compressed(args, Path(folder))
         extra = json.dumps({"models": {name: str(small[name]) for name in names}})
         options = ("--load-format", "hf_ext", "--model-loader-extra-config", extra)
         results: dict[str, dict[str, list[float]]] = {}
@@ -154,38 +123,17 @@ def switching(args: argparse.Namespace) -> dict:
                 for _ in range(args.runs):
                     server.ask(name, 1)
                     server.ask("first", 1)
-                results[name] = {"switch": server.switches()[-2 * args.runs :: 2]}
+                results[name] = {"switch": server.switches()[-2 * args.runs :: 2], "reload": []}
         with Server((args.lm / "base").absolute(), Path(folder, "plain.log")) as server:
             for name in names:
-                results[name]["reload"] = []
                 for _ in range(args.runs):
-                    results[name]["reload"].append(timed(server.reload, plain[name]))
+                    results[name]["reload"].append(timed(server.reload, (args.lm / name).absolute()))
                     server.reload((args.lm / "base").absolute())
-        for name in names:
-            results[name]["decode"] = [timed(decode, small[name]) for _ in range(args.runs)]
-            results[name]["copy"] = [timed(copy, plain[name]) for _ in range(args.runs)]
-    medians = {name: {way: statistics.median(seconds) for way, seconds in ways.items()} for name, ways in results.items()}
-    rows = [
-        [name, *(f"{ways[way]:.2f}" for way in ("switch", "decode", "reload", "copy")), f"{restart:.0f}"]
-        + [f"{ways['switch'] / ways['decode']:.2f}", f"{restart / ways['switch']:.0f}"]
-        for name, ways in medians.items()
-    ]
-    header = ["fine-tune", "switch", "decode", "reload", "copy", "restart", "switch / decode", "restart / switch"]
-    print_table(f"Seconds to another fine-tune of SmolLM2, medians of {args.runs}", header, rows)
+    medians = {name: [f"{statistics.median(seconds):.2f}" for seconds in ways.values()] for name, ways in results.items()}
+    rows = [[name, *ways, f"{restart:.0f}"] for name, ways in medians.items()]
+    title = f"Seconds to another fine-tune of SmolLM2, medians of {args.runs}"
+    print_table(title, ["fine-tune", "switch", "reload", "restart"], rows)
     return results | {"restart": restart}
-
-
-def decode(model: str | Path) -> None:
-    source = StoredModel.named(str(model)).open()
-    for _ in Prefetcher(source.read, {name: source.entry(name).nbytes for name in source.names()}):
-        pass
-
-
-def copy(folder: Path) -> None:
-    """Copies the weights of a checkpoint in memory. The first call maps its file, which takes longer."""
-    source = open_checkpoint(folder)
-    for name in source.names():
-        torch.from_numpy(source.read(name).data.copy())
 
 
 def many(args: argparse.Namespace) -> dict:
@@ -204,27 +152,16 @@ def many(args: argparse.Namespace) -> dict:
 
             serve(["first"] * len(requests), args.clients)
             alone = serve(["first"] * len(requests), args.clients)
-            server.ask("full")
-            after = serve(["full"] * len(requests), args.clients)
             before = len(server.switches())
             mixed = serve(requests, args.clients)
             switches = len(server.switches()) - before
-            restart = server.seconds
-    in_order = 1 + sum(a != b for a, b in zip(requests, requests[1:]))
-    rate = f"{len(requests) * 16}"
-    print(
-        f"\n{len(requests)} requests ({rate} tokens) of {args.clients} clients to {len(FINE_TUNES)} fine-tunes in random order"
-    )
     rows = [
         ["one model, which needs no switch", f"{alone:.1f}", "0"],
-        ["one model, after a switch", f"{after:.1f}", "0"],
         ["all models, one server", f"{mixed:.1f}", f"{switches}"],
-        ["all models, restarting once for each (computed)", f"{alone + len(FINE_TUNES) * restart:.0f}", f"{len(FINE_TUNES)}"],
-        ["all models, restarting in their order (computed)", f"{alone + in_order * restart:.0f}", f"{in_order}"],
     ]
     title = f"{len(requests)} requests of {args.clients} clients to {len(FINE_TUNES)} fine-tunes in random order"
     print_table(title, ["", "s", "changes of the model"], rows)
-    return {"alone": alone, "after a switch": after, "mixed": mixed, "switches": switches, "restart": restart}
+    return {"alone": alone, "mixed": mixed, "switches": switches}
 
 
 if __name__ == "__main__":
