@@ -1,7 +1,7 @@
 """An upcycled projector beside the projector alone: what a mixture of experts adds, and when.
 
     git clone https://github.com/Shenggan/BCCD_Dataset
-    python benchmarks/uni_med_upcycling.py --data BCCD_Dataset/BCCD --out runs         # 40 minutes on one core
+    python benchmarks/uni_med_upcycling.py --data BCCD_Dataset/BCCD --out runs         # half an hour on one core
 
 A small vision-language model learns the five image tasks of examples/run_uni_med.py: a frozen vision tower, a projector of two
 layers and a language model. Then tower and language model are frozen, and the trained projector learns on in four ways:
