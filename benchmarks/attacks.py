@@ -12,6 +12,7 @@ The result is one of these:
 checksum of the decoded tensor. Reading other tensors is no failure there and counts as "read". "zstd" is a safetensors file
 compressed with a checksum, as zstd's command line does. The model and its fine-tunes are random numbers.
 
+    pip install zstandard
     python benchmarks/attacks.py --tries 300
 """
 

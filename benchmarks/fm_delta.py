@@ -1,10 +1,11 @@
-"""Measure the fine-tune codec and its peers on real pairs of base and fine-tune: size, speed, sending over links, models of a
-billion parameters and of diffusers.
+"""Measure the fine-tune codec and its peers on real pairs of base and fine-tune: size with and without the base, speed, Xet,
+sending over links, models of a billion parameters and of diffusers.
 
-    python benchmarks/fm_delta.py --pairs pairs
+    python benchmarks/fm_delta.py --pairs pairs --lm lm
 
-``pairs`` is the folder that benchmarks/fine_tunes.py makes. bf16 and fp16 pairs are the float32 ones, both cast with torch.
-Every codec must restore the same bits of every measured tensor; otherwise the run stops.
+``pairs`` is the folder that benchmarks/fine_tunes.py makes (with --save_steps 34 for Xet), ``lm`` that of language_model.py.
+bf16 and fp16 pairs are the float32 ones, both cast with torch. Every codec must restore the same bits of every measured tensor;
+otherwise the run stops.
 """
 
 import argparse
@@ -81,7 +82,7 @@ SECTIONS = {section.__name__: in_each_type(section) for section in TYPED} | {sec
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=Path, required=True, help="folder made by benchmarks/fine_tunes.py")
-    parser.add_argument("--tasks", nargs="+", default=list(FILES), help="all sections but size use only the first")
+    parser.add_argument("--tasks", nargs="+", default=list(FILES), help="of the section size; others use the first")
     parser.add_argument("--lm", type=Path, help="language_model, xet: folder made by benchmarks/language_model.py")
     parser.add_argument("--dtypes", nargs="+", default=list(TORCH), choices=list(TORCH))
     parser.add_argument("--disk", type=float, help="links: MB/s of the disk, if it is not to be measured")

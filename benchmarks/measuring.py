@@ -1,4 +1,4 @@
-"""Measures time and the memory of a process, and prints tables, for all benchmarks."""
+"""Measures time and prints tables, for all benchmarks."""
 
 import argparse
 import json

@@ -14,7 +14,7 @@ AdamW with a linear schedule to zero. With the same seed, they see the same batc
 they are compared seed by seed, with a 95 % interval of Student's t.
 
 The result of each run is a file in ``runs``. Existing runs are skipped. Two processes may share the folder if their --models or
---methods differ. The tables contain all runs in the folder.
+--methods differ.
 """
 
 import argparse

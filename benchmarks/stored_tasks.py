@@ -210,7 +210,7 @@ def difference(ours: Result, peer: Result) -> tuple[float, float]:
 
 def compare(title: str, tasks: Tasks, every: Iterator[Point], hits: Callable[[str, Weights], np.ndarray]) -> dict:
     """Prints the table of all methods, and returns its numbers. The last column is the difference of our largest point that is
-    not larger than the method's."""
+    at most 5 % larger than the method's."""
     results: dict[str, Result] = {}
     for point in every:
         results[point.name] = result = measured(tasks, point, hits, results.get("single models"))

@@ -189,7 +189,7 @@ class Students:
         discriminator.save_pretrained(self.args.out / "discriminator")
         return discriminator.metrics
 
-    def trainer(self, name: str, inputs: dict[str, str] | list[str] | None = None, **options) -> TransLoraTrainer:
+    def trainer(self, name: str, inputs: dict[str, str] | None = None, **options) -> TransLoraTrainer:
         model, tokenizer = load(self.args.target)
         teacher, teacher_tokenizer = self.teacher
         return TransLoraTrainer(
@@ -219,8 +219,8 @@ class Students:
             "seeds alone": dict(zip(self.examples, examples)),
         }
 
-    def learn(self, name: str, data: dict[str, str] | list[str]) -> list[str]:
-        """Returns the answers to the test of a student that learned from these inputs with labels, or the teacher's labels."""
+    def learn(self, name: str, data: dict[str, str]) -> list[str]:
+        """Returns the answers to the test of a student that learned from these inputs with labels."""
         steps = max(20, 5 * len(data) // 16)  # five epochs, but of five seeds more
         trainer = self.trainer(f"trained on {name}".replace(" ", "-"), data, max_steps=steps)
         trainer.train()

@@ -6,9 +6,9 @@
 
 Transformers' LlavaForConditionalGeneration of DINOv2-S, an MLP projector and SmolLM2-135M-Instruct learns the five image tasks
 of examples/run_uni_med.py with its projector and a LoRA, which is merged. Then all but the projector is frozen, and the
-projector learns on in three ways, at the rates that benchmarks/uni_med_upcycling.py chose. The loss is that of the answers'
-tokens on test images. "Exact" is the share of answers of which every token is the likeliest. The result of each run is a file
-in OUT, and what is there is not trained again.
+projector learns on in three ways, at rates near those that benchmarks/uni_med_upcycling.py chooses. The loss is that of the
+answers' tokens on test images. "Exact" is the share of answers of which every token is the likeliest. The result of each run is
+a file in OUT, and what is there is not trained again.
 """
 
 import argparse

@@ -131,13 +131,13 @@ def switching(args: argparse.Namespace) -> dict:
                     server.reload((args.lm / "base").absolute())
     medians = {name: [f"{statistics.median(seconds):.2f}" for seconds in ways.values()] for name, ways in results.items()}
     rows = [[name, *ways, f"{restart:.0f}"] for name, ways in medians.items()]
-    title = f"Seconds to another fine-tune of SmolLM2, medians of {args.runs}"
+    title = f"Seconds to another fine-tune of SmolLM2, medians of {args.runs}, and one start of the server"
     print_table(title, ["fine-tune", "switch", "reload", "restart"], rows)
     return results | {"restart": restart}
 
 
 def many(args: argparse.Namespace) -> dict:
-    """Requests to eight fine-tunes in random order on one server, beside requests to one model, and restarting in between."""
+    """Requests to eight fine-tunes in random order on one server, beside requests to one model."""
     draw = random.Random(0)
     with tempfile.TemporaryDirectory() as folder:
         small = compressed(args, Path(folder))

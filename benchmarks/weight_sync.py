@@ -1,6 +1,6 @@
 """Measure the cost of sending the weights of each training step to inference servers, with this package and as others do.
 
-    pip install trl
+    pip install trl zstandard
     python benchmarks/weight_sync.py --lm lm
 
 ``lm`` is the folder that benchmarks/language_model.py makes; only ``lm/base`` is needed. SmolLM2-135M is trained on docstrings

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains the models in pairs/ and lm/, and runs the benchmarks whose figures the pages of docs/ show. DATA and BBH are folders: see
+# Trains the models in pairs/ and lm/, and runs most benchmarks whose figures the pages of docs/ show. DATA and BBH are folders: see
 # benchmarks/fine_tunes.py and benchmarks/emr_generation.py.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -13,9 +13,10 @@ python=${VENV:-.venv}/bin/python
 "$python" benchmarks/language_model.py --data "$DATA" --out lm
 "$python" benchmarks/fm_delta.py --pairs pairs --lm lm --plot pairs/fm_delta.png
 "$python" benchmarks/commands.py lm/base lm/full lm/lora
+"$python" benchmarks/commands.py lm/base lm/lora lm/full
 "$python" benchmarks/weight_sync.py --lm lm
-"$python" benchmarks/emr.py --pairs pairs --data "$DATA"
-"$python" benchmarks/emr_generation.py --lm lm --data "$DATA" --bbh "$BBH" --out generation
+"$python" benchmarks/emr.py --pairs pairs --data "$DATA" --test 500
+"$python" benchmarks/emr_generation.py --lm lm --data "$DATA" --bbh "$BBH" --out generation --test 100
 "$python" benchmarks/attacks.py
 "$python" benchmarks/pissa.py
 "$python" benchmarks/pissa_training.py --data "$DATA" --lm lm --out pissa-runs

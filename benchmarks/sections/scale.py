@@ -5,7 +5,7 @@ random. Their changes resemble those of the real fine-tune, matrix by matrix: th
 part with the same share and decay of the energy on top of white noise, and the same share of unchanged rows of the embedding.
 The benchmark measures time and memory. The compressed size need not be that of a real fine-tune.
 
-It writes three times the model's size to the folder for temporary files (TMPDIR).
+It writes more than three times the model's size to the folder for temporary files (TMPDIR).
 """
 
 import argparse

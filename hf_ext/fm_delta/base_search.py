@@ -23,7 +23,7 @@ from hf_ext.storage.open import open_checkpoint, open_counterpart, open_plain
 from hf_ext.storage.source import TensorSource
 
 # Full fine-tunes agree with their base in more than 0.9 of the values; noise of a tenth of the weights' spread leaves 0.7, and
-# shuffled weights agree in 0.1 (benchmarks/fm_delta.py, section search).
+# shuffled weights agree in 0.1.
 SURE_AGREEMENT, LIKELY_AGREEMENT = 0.6, 0.35
 SURE_SHARE, LIKELY_SHARE = 0.8, 0.5  # of the parameters that the base must have too
 

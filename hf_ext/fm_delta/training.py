@@ -1,7 +1,6 @@
 """A Trainer callback that saves the checkpoints of a run compressed, and resumes from them.
 
-Each checkpoint is stored against the base alone, so it can be moved and deleted like a plain one. Stored against each other,
-checkpoints with their optimizer states would be only 3 % smaller.
+Each checkpoint is stored against the base alone, so it can be moved and deleted like a plain one.
 """
 
 from __future__ import annotations
