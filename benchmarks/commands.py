@@ -110,7 +110,6 @@ def calls(args: argparse.Namespace, scratch: Path) -> dict[str, Work]:
     chosen = {
         "from_pretrained, plain": ("load", plain),
         "from_pretrained, compressed": ("load", packed),
-        "one copy of the weights": ("copy", plain),
         "set_task, the first": ("first_set_task", merged),
         "set_task, the next": ("next_set_task", merged),
         "fm_delta.switch": ("switch_to", packed, other),
@@ -155,9 +154,8 @@ def report(args: argparse.Namespace, works: dict[str, Work], called: dict[str, W
     alone = {name: [statistics.median(seconds) for seconds in zip(*work.call)] for name, work in called.items()}
     rows = []
     for name, (wall, cpu) in alone.items():
-        unit = alone["from_pretrained, plain" if "from_pretrained" in name else "one copy of the weights"][0]
-        rows.append([name, f"{wall:.3f}", f"{cpu:.3f}", f"{wall / unit:.1f}", f"{statistics.median(called[name].wall):.2f}"])
-    print_table(f"{args.fine_tune}, calls{limit}", ["call", "s", "CPU s", "× plain, or a copy", "with its process, s"], rows)
+        rows.append([name, f"{wall:.3f}", f"{cpu:.3f}", f"{statistics.median(called[name].wall):.2f}"])
+    print_table(f"{args.fine_tune}, calls{limit}", ["call", "s", "CPU s", "with its process, s"], rows)
 
 
 def main() -> None:

@@ -23,12 +23,11 @@ import torch
 import zstandard
 from measuring import one_thread, print_table, run_sections
 from safetensors.torch import load_file
+from sections.steps import RATES, Tensors
 
 from hf_ext import storage
 
-RATES = ("1e-6", "3e-6", "1e-5")
 GROUP = 32
-Tensors = dict[str, torch.Tensor]
 
 
 def fp8(weight: torch.Tensor) -> Tensors:

@@ -21,13 +21,6 @@ def load(folder: str) -> Callable:
     return lambda: load_and_read(folder, AutoModelForCausalLM)
 
 
-def copy(folder: str) -> Callable:
-    """Copies all weights into memory that is already allocated."""
-    weights = list(loaded(folder).parameters())
-    copies = [weight.detach().clone() for weight in weights]
-    return lambda: [target.copy_(weight.detach()) for target, weight in zip(copies, weights)]
-
-
 def first_set_task(folder: str) -> Callable:
     model = loaded(folder)
     return lambda: model.set_task("other")

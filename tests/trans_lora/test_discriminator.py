@@ -48,7 +48,7 @@ def saved(tmp_path_factory):
     return folder, discriminator, tokenizer
 
 
-def test_training_changes_every_matrix_of_the_adapter(tmp_path):
+def test_training_changes_every_layer_of_the_adapter(tmp_path):
     model, tokenizer = pretrained("gpt2")
     options = {"task": "pick", "args": settings(tmp_path, max_steps=1), "peft_config": lora("gpt2"), "synthetic_inputs": OTHERS}
     discriminator = train_discriminator(model, tokenizer, REAL, **options)
