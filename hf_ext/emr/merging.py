@@ -20,13 +20,12 @@ from hf_ext.emr.tasks import Task, open_task, require_one_structure, with_one_na
 from hf_ext.emr.writing import RESCALE, MergeWriter
 from hf_ext.errors import CheckpointError, CorruptFileError
 from hf_ext.integration.cards import class_of, write_card
-from hf_ext.storage.checkpoint import Checkpoint, holds_weights
-from hf_ext.storage.config_file import CONFIG, read_config
+from hf_ext.storage.checkpoint import holds_weights
 from hf_ext.storage.files import require_another_folder, scan, staged_folder
 from hf_ext.storage.guards import require_new
 from hf_ext.storage.hub import downloaded
 from hf_ext.storage.layout import OURS
-from hf_ext.storage.open import open_plain
+from hf_ext.storage.open import config_of, open_plain
 from hf_ext.storage.plain_writer import write_files
 from hf_ext.storage.prefetch import Prefetcher, progress
 from hf_ext.storage.source import TensorSource
@@ -264,7 +263,7 @@ def _write(
         require_one_structure(models)
         models = with_one_name_each(models, base)
         while True:
-            writer = MergeWriter(base, _config_of(base), models, stage, merged, accept_conflicts, budget)
+            writer = MergeWriter(base, config_of(base), models, stage, merged, accept_conflicts, budget)
             writer.write(rescale, max_shard_size)
             finished = report(stage)
             if budget is None or budget.size is None or finished.bytes <= budget.size:
@@ -295,9 +294,3 @@ def _write(
 
 def _folder_of(name: str | os.PathLike) -> Path:
     return downloaded(name, "The merge: ")
-
-
-def _config_of(base: TensorSource) -> dict:
-    """Returns the base's config.json; an empty dict if it has none."""
-    folder = base.folder() if isinstance(base, Checkpoint) else base.paths[0].parent
-    return read_config(folder / CONFIG) if folder else {}

@@ -16,7 +16,7 @@ from hf_ext.emr.modulators import is_asset
 from hf_ext.errors import CheckpointError
 from hf_ext.integration.config_change import difference
 from hf_ext.integration.weight_plan import ignored_weight, skeleton_of, ties_of
-from hf_ext.storage.config_file import CONFIG, ENCODINGS, read_config
+from hf_ext.storage.config_file import CONFIG, read_config, require_unquantized
 from hf_ext.storage.files import scan
 from hf_ext.storage.hub import downloaded
 from hf_ext.storage.layout import ADAPTER_CONFIG, all_weights
@@ -63,11 +63,9 @@ def open_task(name: str, task: Task, base: TensorSource, scratch: Path) -> TaskM
             raise CheckpointError(
                 f"Task '{name}': {folder} is a model of diffusers, which has no tasks. `hf-ext compress` can store it."
             )
+        require_unquantized(folder)
+        config.pop("quantization_config", None)
         tensors = open_checkpoint(folder)
-        quantized = config.pop("quantization_config", None)
-        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
-        if quantized and method not in ENCODINGS:
-            raise CheckpointError(f"Task '{name}': {folder} is quantized; only float weights can be merged.")
     return TaskModel(name, folder, tensors, config, assets_of(folder))
 
 

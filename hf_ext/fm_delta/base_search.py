@@ -16,7 +16,7 @@ from hf_ext.errors import BaseModelError, CheckpointError, HfExtError
 from hf_ext.fm_delta.likeness import Likeness, likeness
 from hf_ext.integration.cards import CARD, metadata_of
 from hf_ext.storage.checkpoint import Checkpoint
-from hf_ext.storage.config_file import CONFIG, read_config
+from hf_ext.storage.config_file import CONFIG, read_config, require_unquantized
 from hf_ext.storage.hub import downloaded, within
 from hf_ext.storage.layout import PIPELINE, models_in, select_weights
 from hf_ext.storage.open import open_checkpoint, open_counterpart, open_plain
@@ -166,8 +166,10 @@ def unrelated(source: TensorSource, base: TensorSource) -> str | None:
 
 
 def require_related(src: str | os.PathLike, base: str | os.PathLike, revision: str | None = None) -> None:
-    """Raises BaseModelError if a model cannot be the base of `src`: the result would hardly be smaller."""
+    """Raises BaseModelError if a model cannot be the base of `src`: the result would hardly be smaller. Raises CheckpointError
+    if `src` is quantized."""
     for place in models_in(Path(src)):
+        require_unquantized(Path(src, place))
         if reason := unrelated(open_checkpoint(within(src, place)), open_counterpart(base, place, revision)):
             raise BaseModelError(
                 f"{reason} `hf-ext find-base {src}` looks for the base; --no-base compresses without one. In Python, "

@@ -22,7 +22,6 @@ from hf_ext.integration.adapter_source import AdapterSource
 from hf_ext.integration.cards import write_card
 from hf_ext.integration.landing import require_loadable
 from hf_ext.integration.lora_layers import LoraLayers, Pair, lora_layers
-from hf_ext.storage.checkpoint import Checkpoint
 from hf_ext.storage.config_file import require_unquantized
 from hf_ext.storage.delta.source import DeltaCheckpoint
 from hf_ext.storage.files import require_another_folder, staged_folder
@@ -165,7 +164,6 @@ def _base_of(source: TensorSource, place: str, base: str | os.PathLike | None, r
             raise BaseModelError(f"{source} records no base. Give the model that it was fine-tuned from (--base).")
         return recorded
     prior = open_counterpart(base, place, revision)
-    require_unquantized((prior.folder() if isinstance(prior, Checkpoint) else None) or prior.paths[0].parent)
     if isinstance(recorded, NoBase):
         if reason := unrelated(source, prior):
             raise BaseModelError(f"{reason} `hf-ext find-base {source.name}` looks for the base.")

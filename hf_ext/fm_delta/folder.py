@@ -9,15 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hf_ext.errors import CheckpointError
-from hf_ext.storage.config_file import CONFIG, ENCODINGS, FM_DELTA, read_config, remove_settings, storage_settings
+from hf_ext.storage.config_file import CONFIG, FM_DELTA, read_config, remove_settings, require_unquantized, storage_settings
 from hf_ext.storage.delta.file import KEY
 from hf_ext.storage.delta.source import PARTS_OF, SEVERAL_MODELS, RestoredFile, require_one_model
 from hf_ext.storage.files import copy_entries, rewrite, scan
 from hf_ext.storage.hub import absolute, within
-from hf_ext.storage.layout import all_weights, models_in, no_weights, shard_sets
+from hf_ext.storage.layout import all_weights, models_in, shard_sets
 from hf_ext.storage.open import open_base, open_files
 from hf_ext.storage.safetensors_file import SafetensorsFile, TensorFile
 from hf_ext.storage.source import NoBase, TensorSource
+from hf_ext.storage.stored import open_weights
 
 ADDED_CARD = {"card": "added"}  # in the `quantization_config` of a folder whose README.md compression has added
 
@@ -135,15 +136,10 @@ def card_record(folder: Path) -> dict[str, str]:
 
 def _plain_files(path: Path) -> list[SafetensorsFile]:
     """Opens the plain weights of one model. See `ModelFolder.open_plain`."""
-    files = [SafetensorsFile(file) for file in all_weights(path)]
-    if not files:
-        raise no_weights(path)
+    require_unquantized(path)
+    files = open_weights(path, variants=True)
     if any(PARTS_OF in file.metadata for file in files):
         raise CheckpointError(f"{path} {SEVERAL_MODELS}")
     if any(KEY in file.metadata for file in files):
         raise CheckpointError(f"{path} is compressed already; decompress it first.")
-    settings = read_config(path / CONFIG).get("quantization_config")
-    method = settings.get("quant_method") if isinstance(settings, dict) else settings
-    if settings is not None and method not in ENCODINGS:  # which a configuration may have kept
-        raise CheckpointError(f"{path} is quantized ({method}); only plain weights can be compressed.")
     return files

@@ -26,7 +26,7 @@ from hf_ext.storage.delta.source import base_tensor
 from hf_ext.storage.files import require_another_folder, staged_folder
 from hf_ext.storage.hub import absolute
 from hf_ext.storage.layout import all_weights
-from hf_ext.storage.open import open_checkpoint, require_depth
+from hf_ext.storage.open import open_checkpoint, open_counterpart, require_depth
 from hf_ext.storage.source import TensorSource
 
 logger = logging.get_logger(__name__)
@@ -78,7 +78,7 @@ def attach(
     """Replaces `save_pretrained` of a model by the saving that `saving_for` makes for the opened base, and lets
     `load_state_dict` read what it saves. See `enable`."""
     # A save may happen in another working directory.
-    checkpoint = open_checkpoint(absolute(base), revision)
+    checkpoint = open_counterpart(absolute(base), "", revision)
     require_depth(checkpoint)
     names = model.state_dict().keys()
     if not any(checkpoint.twin_of(name) for name in names):

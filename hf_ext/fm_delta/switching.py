@@ -14,7 +14,7 @@ from hf_ext.integration import compat
 from hf_ext.integration.config_change import ConfigChange, change_between, difference
 from hf_ext.integration.in_place import LiveWeights, lock_of, require_plain
 from hf_ext.storage.checkpoint import Checkpoint
-from hf_ext.storage.config_file import CONFIG, ENCODINGS, FM_DELTA, read_config
+from hf_ext.storage.config_file import CONFIG, read_config, require_unquantized
 from hf_ext.storage.hub import Hub, is_local, reaching
 from hf_ext.storage.layout import ADAPTER, ADAPTER_CONFIG
 from hf_ext.storage.open import OF_TASK, open_checkpoint
@@ -121,11 +121,9 @@ def _open(other: str | os.PathLike, revision: str | None, hub: Hub) -> tuple[Ten
     config = read_config(folder / CONFIG)
     if not config:
         raise CheckpointError(f"'{name}' has no config.json; give the folder of a saved model.")
-    stored = config.pop("quantization_config", None) or {}
-    method = stored.get("quant_method", FM_DELTA) if isinstance(stored, dict) else stored
+    require_unquantized(folder)
+    config.pop("quantization_config", None)
     source: TensorSource = open_checkpoint(name, revision, hub)
-    if method not in ENCODINGS:
-        raise CheckpointError(f"{source} is quantized ({method}). Give a checkpoint of plain or compressed weights.")
     if (folder / ADAPTER_CONFIG).exists():  # beside the model that it belongs to: from_pretrained loads both
         from hf_ext.integration.adapter_source import AdapterSource  # PEFT takes its time to import
 

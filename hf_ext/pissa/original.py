@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from hf_ext.errors import BaseModelError, HfExtError
 from hf_ext.integration import compat
-from hf_ext.storage.open import open_checkpoint
+from hf_ext.storage.open import open_counterpart
 from hf_ext.storage.safetensors_file import torch_dtype
 from hf_ext.storage.source import TensorSource
 
@@ -44,7 +44,7 @@ class OriginalModel:
         if not self.name:
             raise BaseModelError(f"The model has no name, so its original weights cannot be read. {ADVICE}")
         try:
-            return open_checkpoint(self.name, self.revision)
+            return open_counterpart(self.name, "", self.revision)
         except HfExtError as error:
             raise BaseModelError(f"The original weights of the quantized layers cannot be read: {error} {ADVICE}") from error
 

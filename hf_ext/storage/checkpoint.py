@@ -10,9 +10,10 @@ import numpy as np
 from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
 from hf_ext.storage.config_file import CONFIG
 from hf_ext.storage.hub import HUB, Check, Hub, is_local, reaching, snapshot_of
-from hf_ext.storage.layout import save_of, select_weights
+from hf_ext.storage.layout import save_of
 from hf_ext.storage.safetensors_file import Entry, RawTensor, SafetensorsFile
 from hf_ext.storage.source import TensorSource
+from hf_ext.storage.stored import open_weights, require_all
 
 
 def holds_weights(folder: str | os.PathLike, fingerprint: str) -> bool:
@@ -33,7 +34,7 @@ class Checkpoint(TensorSource):
         check: called with the headers of weights that would have to be downloaded; raises BaseModelError to prevent that.
 
     Raises:
-        BaseModelError: there are no safetensors weights of that name, or they are damaged.
+        BaseModelError: there are no safetensors weights of that name, or they are damaged or incomplete.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class Checkpoint(TensorSource):
         self.revision = revision
         self._hub = hub
         try:
-            self.files = [SafetensorsFile(path) for path in self._weights(hub, check)]
+            self.files = self._open(hub, check)
         except (CheckpointError, CorruptFileError) as error:
             raise BaseModelError(f"The weights of '{self.name}' cannot be read: {error}") from error
         self.paths = [file.path for file in self.files]
@@ -55,16 +56,18 @@ class Checkpoint(TensorSource):
         self.revision = snapshot.name if snapshot else None
         self._file_of = {key: file for file in self.files for key in file.entries}
 
-    def _weights(self, hub: Hub, check: Check | None) -> list[Path]:
-        """Returns the files to open, which are downloaded if necessary."""
+    def _open(self, hub: Hub, check: Check | None) -> list[SafetensorsFile]:
+        """Opens the files, which are downloaded if necessary."""
         if not is_local(self.name):
-            return hub.weights(self.name, self.revision, check)
+            files = [SafetensorsFile(path) for path in hub.weights(self.name, self.revision, check)]
+            require_all(files)
+            return files
         if not os.path.isdir(self.name):
             raise CheckpointError(f"there is no folder '{self.name}'. Give the folder of the model, or its id on the Hub.")
-        paths = select_weights(Path(self.name))
-        if len(saves := sorted({save_of(path) for path in paths})) > 1:
+        files = open_weights(Path(self.name))
+        if len(saves := sorted({save_of(file.path) for file in files})) > 1:
             raise CheckpointError(f"{self.name} holds several models: {', '.join(saves)}. Give a folder with one of them.")
-        return paths
+        return files
 
     def folder(self) -> Path | None:
         """Returns the folder with the config.json, which is downloaded if necessary; None if a repository has none.

@@ -19,6 +19,8 @@ HINT = (
     f"{plugin()}: `import hf_ext` before from_pretrained. Without this entry they cannot be loaded."
 )
 
+UNQUANTIZED = "Give the model with its weights in 16 or 32 bits."
+
 
 def read_config(path: Path) -> dict:
     """Returns the contents of a config.json; an empty dict if there is none.
@@ -51,11 +53,22 @@ def is_merge(folder: str | os.PathLike) -> bool:
     return storage_settings(Path(folder)).get("quant_method") == EMR
 
 
+def quantization_of(config: dict) -> str | None:
+    """Returns the method that the weights of a config.json are quantized by; None if they are not. Its entry may lie in a
+    sub-configuration, such as `text_config`. Those of this package do not count."""
+    for key in ("quantization_config", "compression_config"):
+        if entry := config.get(key):
+            method = entry.get("quant_method") if isinstance(entry, dict) else entry
+            if method not in ENCODINGS:
+                return str(method)
+    inner = (value for key, value in config.items() if key.endswith("_config") and isinstance(value, dict))
+    return next(filter(None, map(quantization_of, inner)), None)
+
+
 def require_unquantized(folder: Path) -> None:
     """Raises CheckpointError if the weights of a model's folder are quantized."""
-    method = storage_settings(folder).get("quant_method")
-    if method is not None and method not in ENCODINGS:
-        raise CheckpointError(f"{folder} is quantized ({method}). Give the model with its weights in 16 or 32 bits.")
+    if method := quantization_of(read_config(folder / CONFIG)):
+        raise CheckpointError(f"{folder} is quantized ({method}). {UNQUANTIZED}")
 
 
 def forget_encoding(config: object) -> None:

@@ -12,7 +12,7 @@ import huggingface_hub  # its parts load where they are used: local folders need
 from huggingface_hub.constants import HF_HUB_CACHE, HF_HUB_OFFLINE
 
 from hf_ext.errors import BaseModelError, CheckpointError, HfExtError
-from hf_ext.storage.layout import INDICES, PIPELINE, SINGLES, read_index
+from hf_ext.storage.layout import INDICES, PIPELINE, SINGLES, shards_in
 
 if TYPE_CHECKING:
     from huggingface_hub.utils import SafetensorsFileMetadata
@@ -73,7 +73,7 @@ class Hub(NamedTuple):
                 with contextlib.suppress(errors.EntryNotFoundError):
                     return download([single])
                 with contextlib.suppress(errors.EntryNotFoundError):
-                    shards = read_index(self.download(name, index, revision))
+                    shards = shards_in(self.download(name, index, revision))
                     break
             return download(shards)
 

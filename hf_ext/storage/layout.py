@@ -24,6 +24,8 @@ MODEL = re.compile(
     r"(adapter_)?config\.json|model_index\.json|.+\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|onnx)"
 )  # files of any model
 WEIGHTS = re.compile(r"(diffusion_pytorch_)?model(\.[\w-]+)?(-\d{5}-of-\d{5}(\.[\w-]+)?)?\.safetensors")
+SHARD = re.compile(r"-(?P<number>\d{5})-of-(?P<count>\d{5})")  # in a name of weights
+INDEX_OF = re.compile(r"((?:diffusion_pytorch_)?model)\.safetensors\.index(\.[\w-]+)?\.json")  # of a variant, if group 2 is one
 
 
 def select_weights(folder: Path) -> list[Path]:
@@ -37,7 +39,7 @@ def select_weights(folder: Path) -> list[Path]:
         if (folder / single).exists():
             return [folder / single]
         if (folder / index).exists():
-            return [folder / shard for shard in read_index(folder / index)]
+            return [folder / shard for shard in shards_in(folder / index)]
     files = all_weights(folder)
     if not files:
         raise no_weights(folder)
@@ -45,15 +47,28 @@ def select_weights(folder: Path) -> list[Path]:
 
 
 def all_weights(folder: Path) -> list[Path]:
-    """Returns every file of weights in a folder: those with a name of weights, variants included, or listed in the index.
+    """Returns every file of weights in a folder: those with a name of weights, variants included, and those that an index
+    lists, even missing ones unless a single file is read instead.
 
     Raises:
         CheckpointError: an interrupted command left some of them elsewhere, or the folder cannot be listed.
     """
     _require_complete(folder)
-    listed = [shard for index in INDICES if (folder / index).exists() for shard in read_index(folder / index)]
+    files = {folder / name for name in _listing(folder) if WEIGHTS.fullmatch(name)}
+    for index in indices_in(folder):
+        shards = {folder / shard for shard in shards_in(index)}
+        files |= {path for path in shards if path.exists()} if folder / f"{save_of(index)}.safetensors" in files else shards
+    return sorted(files)
+
+
+def indices_in(folder: Path) -> list[Path]:
+    """Returns the indices of shards in a folder, those of variants included."""
+    return [folder / name for name in _listing(folder) if INDEX_OF.fullmatch(name)]
+
+
+def _listing(folder: Path) -> list[str]:
     try:
-        return sorted(path for path in folder.iterdir() if WEIGHTS.fullmatch(path.name) or path.name in listed)
+        return sorted(os.listdir(folder))
     except OSError as error:
         raise CheckpointError(f"{folder} could not be listed: {error.strerror}.") from error
 
@@ -109,8 +124,13 @@ def weights_instead(folder: Path) -> str | None:
     return None
 
 
-def read_index(path: Path) -> list[str]:
-    """Returns the names of the shards that an index lists.
+def shards_in(index: Path) -> list[str]:
+    """Returns the names of the shards that an index lists. See `read_index`."""
+    return sorted({*read_index(index).values()})
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """Returns the tensors that an index lists, each with the name of its shard.
 
     Raises:
         CorruptFileError: the file is not an index.
@@ -118,15 +138,17 @@ def read_index(path: Path) -> list[str]:
     if not path.is_file():
         raise CorruptFileError(f"{path} is not a file.")
     try:
-        return sorted({Path(shard).name for shard in json.loads(path.read_bytes())["weight_map"].values()})
+        return {name: Path(shard).name for name, shard in json.loads(path.read_bytes())["weight_map"].items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptFileError(f"{path} is not an index of shards.") from error
 
 
 def save_of(path: Path) -> str:
-    """Returns the common part of the names of a checkpoint's shards and its single file: `model`, or `model.fp16` for a
+    """Returns the common part of the names of a checkpoint's shards, single file and index: `model`, or `model.fp16` for a
     variant."""
-    return re.sub(r"-\d{5}-of-\d{5}|\.safetensors$", "", path.name)
+    if index := INDEX_OF.fullmatch(path.name):
+        return index[1] + (index[2] or "")
+    return SHARD.sub("", path.name).removesuffix(".safetensors")
 
 
 def replaced_weights(files: Set[Path], target: Path) -> set[Path]:
@@ -147,8 +169,7 @@ def shard_sets(paths: list[Path]) -> list[list[Path]]:
     A folder may hold a model whole and in shards, and variants of it. A set is what the index lists, or the files whose names
     differ only by their number.
     """
-    indices = [paths[0].parent / index for index in INDICES]
-    listed = {shard: index.name for index in indices if index.exists() for shard in read_index(index)}
+    listed = {shard: index.name for index in indices_in(paths[0].parent) for shard in shards_in(index)}
     sets: dict[str, list[Path]] = {}
     for path in paths:
         key = listed.get(path.name) or re.sub(r"-\d{5}(-of-\d{5})", r"\1", path.name)

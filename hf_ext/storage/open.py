@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 
 from hf_ext.errors import BaseModelError, CheckpointError
 from hf_ext.storage.checkpoint import Checkpoint
-from hf_ext.storage.config_file import storage_settings
+from hf_ext.storage.config_file import CONFIG, UNQUANTIZED, quantization_of, read_config, storage_settings
 from hf_ext.storage.delta.file import KEY, CompressedFile, check_shards
 from hf_ext.storage.delta.source import PARTS_OF, SEVERAL_MODELS, DeltaCheckpoint
 from hf_ext.storage.hub import HUB, Hub, absolute, snapshot_of, within
-from hf_ext.storage.layout import all_weights, no_weights, shard_sets
+from hf_ext.storage.layout import shard_sets
 from hf_ext.storage.safetensors_file import SafetensorsFile
 from hf_ext.storage.source import NoBase, TensorSource
+from hf_ext.storage.stored import open_weights, require_all
 
 if TYPE_CHECKING:
     from huggingface_hub.utils import SafetensorsFileMetadata
@@ -58,9 +59,12 @@ def open_checkpoint(
 
 
 def open_counterpart(base: str | os.PathLike, place: str, revision: str | None = None) -> Checkpoint | DeltaCheckpoint:
-    """Opens a base, or the component `place` of a base that is a diffusers pipeline. Raises BaseModelError if it cannot."""
+    """Opens a base, or the component `place` of a base that is a diffusers pipeline. Raises BaseModelError if it cannot, or if
+    the base is quantized."""
     try:
-        return open_checkpoint(within(base, place), revision)
+        source = open_checkpoint(within(base, place), revision)
+        _require_unquantized(source)
+        return source
     except BaseModelError as error:
         advice = f" It is the base of the component '{place}'. Without it, give the folders of other components, one by one."
         raise BaseModelError(f"{error}{advice if place and os.path.isdir(base) else ''}") from error
@@ -70,14 +74,27 @@ def open_plain(name: str | os.PathLike, revision: str | None = None) -> Checkpoi
     """Opens a base model, which must be uncompressed.
 
     Raises:
-        BaseModelError: it cannot be read, is compressed itself, or holds several models merged into one.
+        BaseModelError: it cannot be read, is quantized or compressed itself, or holds several models merged into one.
     """
     checkpoint = Checkpoint(name, revision)
     if checkpoint.has_metadata(PARTS_OF):
         raise BaseModelError(f"The base {checkpoint} {SEVERAL_MODELS}")
     if checkpoint.has_metadata(KEY):
         raise BaseModelError(f"The base {checkpoint} is itself compressed; decompress it first and give the plain folder.")
+    _require_unquantized(checkpoint)
     return checkpoint
+
+
+def config_of(source: TensorSource) -> dict:
+    """Returns the config.json beside the weights of a checkpoint, which is downloaded if necessary; empty if there is none."""
+    folder = source.folder() if isinstance(source, Checkpoint) else source.paths[0].parent
+    return read_config(folder / CONFIG) if folder else {}
+
+
+def _require_unquantized(base: TensorSource) -> None:
+    """Raises BaseModelError if the weights of a base are quantized."""
+    if method := quantization_of(config_of(base)):
+        raise BaseModelError(f"The base {base} is quantized ({method}). {UNQUANTIZED}")
 
 
 # ---- compressed files ----
@@ -109,12 +126,9 @@ def open_files(src: Path) -> list[CompressedFile]:
     """
     if not src.exists():
         raise CheckpointError(f"{src} does not exist; give the folder of a compressed model.")
-    paths = all_weights(src) if src.is_dir() else [src]
-    if not paths:
-        raise no_weights(src)
-    files = [CompressedFile(path) for path in paths]
+    files = [CompressedFile(file) for file in (open_weights(src, variants=True) if src.is_dir() else [src])]
     if src.is_dir():
-        for shards in shard_sets(paths):
+        for shards in shard_sets([file.path for file in files]):
             check_shards([file for file in files if file.path in shards])
     return files
 
@@ -202,9 +216,11 @@ def _open_shards(files: Iterable[Path | SafetensorsFile]) -> list[CompressedFile
     """Opens the compressed files of one save.
 
     Raises:
-        CorruptFileError: a file is damaged, missing, or from another save.
+        CheckpointError: a file is missing.
+        CorruptFileError: a file is damaged, or from another save.
     """
     shards = [CompressedFile(file) for file in files]
+    require_all([shard.file for shard in shards])
     check_shards(shards)
     return shards
 
