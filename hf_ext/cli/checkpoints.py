@@ -6,7 +6,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Annotated
 
-from hf_ext.cli.command import Json, MovedBase, Plot, Result, Section, Verbose, argument, drawn, note_missing_config
+from hf_ext.cli.command import Json, MovedBase, Plot, Result, Section, Verbose, argument, drawn, missing_config
 
 section = Section(
     "Inspect a compressed model or a merge, and check it",
@@ -47,8 +47,8 @@ def inspect(
 def verify(src: Stored, base: MovedBase = None, as_json: Json = False) -> Result:
     folder = local(src)
     count = method_of(folder).verify(folder, base=base)
-    note_missing_config(folder)
-    return Result(f"All {count} tensors of {src} match their checksums.", {"src": src, "tensors": count})
+    text = f"All {count} tensors of {src} match their checksums. Files without weights have none.{missing_config(folder)}"
+    return Result(text, {"src": src, "tensors": count})
 
 
 def local(src: str) -> str:

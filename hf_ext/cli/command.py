@@ -149,14 +149,15 @@ def failure(context: typer.Context, error: Exception) -> int:
     return 1
 
 
-def note_missing_config(folder: str | os.PathLike) -> None:
-    """Prints a note if a model's folder has no config.json."""
+def missing_config(folder: str | os.PathLike) -> str:
+    """Returns the end of a result's text: a sentence if a model's folder has no config.json, else nothing."""
     from hf_ext.storage.config_file import CONFIG
     from hf_ext.storage.layout import ADAPTER_CONFIG, PIPELINE
 
     configs = (CONFIG, ADAPTER_CONFIG, PIPELINE)
     if os.path.isdir(folder) and not any(os.path.exists(os.path.join(folder, name)) for name in configs):
-        say(f"{folder} has no {CONFIG}; from_pretrained will need it.")
+        return f" {folder} has no {CONFIG}, so from_pretrained cannot load it."
+    return ""
 
 
 def drawn(draw: Callable[[], object]) -> str:

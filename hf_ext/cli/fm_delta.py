@@ -23,8 +23,8 @@ from hf_ext.cli.command import (
     Verbose,
     argument,
     flag,
+    missing_config,
     mistake,
-    note_missing_config,
     option,
 )
 from hf_ext.display import bytes_of
@@ -90,10 +90,11 @@ def compress(
         base, revision, finding = report.require().name, report.require().revision, f"{report.summary()}\n"
     elif base:
         require_related(src, base, revision)
-    note_missing_config(src)
     fm_delta.compress_checkpoint(src, base, out, revision, verify, level, base_id, overwrite=force)
     written = fm_delta.inspect(out)
-    return Result(finding + written.summary(), written.to_dict() | {"tensors": len(written.tensors)})  # `inspect` lists them
+    verified = f"\nAll {len(written.tensors)} tensors decode to those of {src}." if verify else ""
+    text = f"{finding}{written.summary()}{verified}{missing_config(out)}"
+    return Result(text, written.to_dict() | {"tensors": len(written.tensors)})  # `inspect` lists them
 
 
 @section.command(
@@ -111,8 +112,7 @@ def decompress(
     from hf_ext import fm_delta
 
     fm_delta.decompress_checkpoint(src, out, base=base, overwrite=force)
-    note_missing_config(out)
-    return Result(f"{out} holds the original weights, and the other files of {src}.", {"out": out})
+    return Result(f"{out} holds the original weights, and the other files of {src}.{missing_config(out)}", {"out": out})
 
 
 @section.command(

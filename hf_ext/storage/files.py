@@ -43,7 +43,7 @@ def staged_folder(
         overwrite: replace files of `target` (see `require_place`).
 
     Raises:
-        CheckpointError: `target` holds a model or other files, or cannot be written, or another process is writing there.
+        CheckpointError: `target` holds other files, or cannot be written, or another process is writing there.
     """
     target = Path(os.path.realpath(target))
     with locked(target):
@@ -88,8 +88,8 @@ def locked(folder: str | os.PathLike) -> Iterator[None]:
         raise CheckpointError(f"{folder} could not be written: {error}") from error
     try:
         yield
-    except OSError as error:
-        raise CheckpointError(f"{folder} could not be written: {error}") from error
+    except OSError as error:  # perhaps of a file that the block reads
+        raise CheckpointError(f"{folder} was not written: {error}") from error
     finally:
         if lock.lock_counter == 1:  # its holder deletes it; a process that opened it before notices
             with contextlib.suppress(OSError):

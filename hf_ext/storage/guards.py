@@ -9,21 +9,21 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from hf_ext.errors import CheckpointError, HfExtError
-from hf_ext.storage.layout import MODEL, MOVING
+from hf_ext.storage.layout import MOVING
 
 
 def require_place(folder: Path, overwrite: bool | Callable[[], bool] = False) -> bool:
     """Checks whether a folder is a place to write into. Returns true if files there may be overwritten.
 
     Args:
-        overwrite: true, or a function that recognizes the caller's earlier result in a folder that holds a model.
+        overwrite: true, or a function that recognizes the caller's earlier result in a folder that holds files.
 
     Raises:
-        CheckpointError: the folder holds a model, and nothing allows to overwrite it.
+        CheckpointError: the folder holds files, other than hidden ones, and nothing allows to overwrite it.
     """
     if overwrite is True:
         return True
-    names = sorted(path.name for path in folder.iterdir() if MODEL.fullmatch(path.name)) if folder.is_dir() else []
+    names = sorted(name for name in os.listdir(folder) if not name.startswith(".")) if folder.is_dir() else []
     if not names or os.path.lexists(folder / MOVING):  # `staged_folder` completes the move first
         return False
     with contextlib.suppress(HfExtError):  # of damaged files

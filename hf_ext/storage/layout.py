@@ -20,9 +20,6 @@ SINGLE, DIFFUSERS_SINGLE = SINGLES = ("model.safetensors", "diffusion_pytorch_mo
 INDEX, DIFFUSERS_INDEX = INDICES = tuple(f"{single}.index.json" for single in SINGLES)
 OURS = ".hf_ext-"  # in the names of temporary files and folders of this package
 MOVING = f"{OURS}moving"  # a folder whose files are moving into the one that it lies in
-MODEL = re.compile(
-    r"(adapter_)?config\.json|model_index\.json|.+\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|onnx)"
-)  # files of any model
 WEIGHTS = re.compile(r"(diffusion_pytorch_)?model(\.[\w-]+)?(-\d{5}-of-\d{5}(\.[\w-]+)?)?\.safetensors")
 SHARD = re.compile(r"-(?P<number>\d{5})-of-(?P<count>\d{5})")  # in a name of weights
 INDEX_OF = re.compile(r"((?:diffusion_pytorch_)?model)\.safetensors\.index(\.[\w-]+)?\.json")  # of a variant, if group 2 is one

@@ -145,7 +145,7 @@ def test_files_are_not_written_through_a_link_to_another_folder(tmp_path, tasks)
     out.mkdir()
     (out / "task-cr").symlink_to(home)
     with pytest.raises(CheckpointError, match="task-cr is a link"):
-        emr.merge(base, folders, out)
+        emr.merge(base, folders, out, overwrite=True)
     assert not (out / "config.json").exists()
     assert {path.name: path.read_text() for path in home.iterdir()} == {"config.json": "mine"}
 
@@ -176,7 +176,7 @@ def test_a_link_to_itself_is_copied_as_a_link(tmp_path, place, copied):
     src, base = pair(tmp_path)
     (tmp_path / place).mkdir(exist_ok=True)
     (tmp_path / place / "loop").symlink_to("loop")
-    fm_delta.compress_checkpoint(src, base, tmp_path / "out")
+    fm_delta.compress_checkpoint(src, base, tmp_path / "out", overwrite=True)
     assert os.readlink(tmp_path / copied / "loop") == "loop"
 
 
