@@ -6,7 +6,7 @@ import contextlib
 import math
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from huggingface_hub import CacheNotFound, scan_cache_dir
@@ -26,6 +26,7 @@ from hf_ext.storage.source import TensorSource
 # shuffled weights agree in 0.1.
 SURE_AGREEMENT, LIKELY_AGREEMENT = 0.6, 0.35
 SURE_SHARE, LIKELY_SHARE = 0.8, 0.5  # of the parameters that the base must have too
+NEAR = 1.01  # bits per parameter, as a multiple of the best candidate's, that do not tell which of two is the base
 
 VERDICTS = ("sure", "likely", "no", "unreadable")
 
@@ -72,6 +73,12 @@ class BaseReport:
         """The best candidate; None if no candidate fits."""
         return None if self.verdict == "none" else self.candidates[0]
 
+    @property
+    def nearest(self) -> list[Candidate]:
+        """The best candidate, and those that may as well be the base; empty if no candidate fits."""
+        best = self.best
+        return [] if best is None else [best, *(other for other in self.candidates[1:] if _is_tied(other, best))]
+
     def require(self) -> Candidate:
         """Returns the base if the verdict is "sure".
 
@@ -79,7 +86,7 @@ class BaseReport:
             BaseModelError: the verdict is another.
         """
         if self.verdict != "sure":
-            why = f" ({self.candidates[0].why})" if self.candidates else ""
+            why = f" ({self.candidates[0].why})" if self.candidates and len(self.nearest) < 2 else ""
             raise BaseModelError(
                 f"{self.summary().removesuffix('.')}{why}. Give the base by name: --base (in Python: base=); "
                 f"hf-ext find-base {self.src} --verbose shows how the candidates compare."
@@ -112,6 +119,9 @@ class BaseReport:
             )
         if self.best is None:
             return f"None of {len(self.candidates)} candidates fits {self.src}."
+        if len(self.nearest) > 1:
+            names = ", ".join(map(str, self.nearest))
+            return f"The base of {self.src} is one of these, which are equally near: {names}."
         return f"The base of {self.src} is {'' if self.verdict == 'sure' else 'perhaps '}{self.best}."
 
 
@@ -120,7 +130,8 @@ def find_base(src: str | os.PathLike, candidates: Iterable[str | os.PathLike] | 
 
     First compares the models that its config.json (`_name_or_path`) and its model card (`base_model`) name, and stops if one
     fits. A comparison reads a few KB of each tensor. The verdict "sure" requires the same number and shapes of layers, the same
-    `model_type`, and weights that agree. Several that fit are sorted by the estimated bits per parameter.
+    `model_type`, and weights that agree. Several that fit are sorted by the estimated bits per parameter; if those of the best
+    two differ by less than 1 %, neither is "sure", because one may be another fine-tune of the same base.
 
     Args:
         src: folder or Hub id of a model with safetensors weights.
@@ -152,7 +163,17 @@ def find_base(src: str | os.PathLike, candidates: Iterable[str | os.PathLike] | 
             if not _is_same(src, candidate[2]) and candidate[:2] not in compared
         ]
     examined.sort(key=lambda candidate: (VERDICTS.index(candidate.verdict), candidate.bits or 0))
-    return BaseReport(str(src), examined)
+    report = BaseReport(str(src), examined)
+    if len(tied := report.nearest) > 1:
+        examined[: len(tied)] = [replace(one, verdict="likely", why=f"{one.why}, and so do another's") for one in tied]
+    return report
+
+
+def _is_tied(other: Candidate, best: Candidate) -> bool:
+    """Checks whether a candidate fits as well as the best one. A copy of it, with the same figures, does not count."""
+    if other.verdict != best.verdict or other.bits is None or best.bits is None:
+        return False
+    return (other.bits, other.agreement) != (best.bits, best.agreement) and other.bits <= NEAR * best.bits
 
 
 def unrelated(source: TensorSource, base: TensorSource) -> str | None:

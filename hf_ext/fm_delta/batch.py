@@ -14,7 +14,9 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import xxhash
@@ -53,9 +55,14 @@ class ModelResult(Sizes):
 
 @dataclass
 class BatchReport:
-    """The results for all models, those of earlier runs included. `str()` gives a table."""
+    """The results for all models, those of earlier runs included. `str()` gives a table.
+
+    Attributes:
+        earlier: number of models that an earlier run had done, and this one skipped.
+    """
 
     models: list[ModelResult]
+    earlier: int = 0
 
     @property
     def failed(self) -> list[ModelResult]:
@@ -69,7 +76,8 @@ class BatchReport:
         original, compressed, ratio, seconds = _figures(models)
         done = f"{len(models) - len(self.failed)} of {len(models)} models done: {compressed} of {original} ({ratio})"
         skipped = f" Skipped {len(self.models) - len(models)} other folders." if models != self.models else ""
-        return f"{done}, {seconds} s of work.{skipped}"
+        earlier = f" Skipped {self.earlier}, which an earlier run had done." if self.earlier else ""
+        return f"{done}, {seconds} s of work.{earlier}{skipped}"
 
     def __str__(self) -> str:
         rows, reasons = [], dict[str, list[ModelResult]]()  # models with the same reason share a paragraph
@@ -137,7 +145,10 @@ def compress_all(
                 places.append(main_model(path))
         common = absolute(base), open_first(absolute(base), list(dict.fromkeys(places)), revision)[0].revision
     pool, threads = (executor, 1) if executor else (ThreadPoolExecutor(workers), max(cores() // workers, 1))
-    work = compress_model if executor or workers == 1 else compress_in_process
+    processes = SimpleQueue[ProcessPoolExecutor]()
+    for _ in range(workers):
+        processes.put(_new_process())  # starts when it is used
+    work = compress_model if executor or workers == 1 else partial(compress_in_process, processes)
     options = (*(common or (None, None)), candidates, verify, level, threads)
     with locked(out):
         results = _read(out / RECORD)
@@ -156,7 +167,9 @@ def compress_all(
         finally:
             if executor is None:
                 pool.shutdown(cancel_futures=True)
-        return _write(out / RECORD, results)
+            while not processes.empty():
+                processes.get().shutdown()
+        return _write(out / RECORD, results, sum(1 for reason in folders.values() if not reason) - len(todo))
 
 
 def _folders(
@@ -201,8 +214,8 @@ def _read(record: Path) -> dict[str, ModelResult]:
         raise CorruptFileError(f"{record} is not the record of an earlier run; move it away to start again.") from error
 
 
-def _write(record: Path, results: dict[str, ModelResult]) -> BatchReport:
-    report = BatchReport([results[name] for name in sorted(results)])
+def _write(record: Path, results: dict[str, ModelResult], earlier: int = 0) -> BatchReport:
+    report = BatchReport([results[name] for name in sorted(results)], earlier)
     record.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(record, lambda beside: beside.write_text(json.dumps(report.to_dict(), indent=2), encoding="utf-8"))
     return report
@@ -256,13 +269,20 @@ def compress_model(
     return replace(result, stamps=[before, _stamp(out.rglob("*.safetensors"))])
 
 
-def compress_in_process(*arguments: Any) -> ModelResult:
-    """Calls `compress_model` in a process of its own. If that dies, for lack of memory for instance, only this model fails."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _start_process) as pool:
-        try:
-            return pool.submit(compress_model, *arguments).result()
-        except BrokenProcessPool:
-            raise CheckpointError("The process that compressed it died, perhaps for lack of memory.") from None
+def compress_in_process(processes: SimpleQueue[ProcessPoolExecutor], *arguments: Any) -> ModelResult:
+    """Calls `compress_model` in a free process. If that dies, for lack of memory for instance, only this model fails."""
+    process = processes.get()
+    try:
+        return process.submit(compress_model, *arguments).result()
+    except BrokenProcessPool:
+        process = _new_process()
+        raise CheckpointError("The process that compressed it died, perhaps for lack of memory.") from None
+    finally:
+        processes.put(process)
+
+
+def _new_process() -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _start_process)
 
 
 def _start_process() -> None:

@@ -1,6 +1,7 @@
 """`fm_delta.find_base` ranks candidates by config.json, model card and weights, and reports `sure` only without doubt."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -43,9 +44,26 @@ def test_the_base_ranks_before_siblings_in_any_float_type(tmp_path, tuned, base)
     sibling = write_folder(tmp_path / "sibling", {name: tensor.to(base) for name, tensor in other.items()})
     expected = write_folder(tmp_path / "base", {name: tensor.to(base) for name, tensor in origin.items()})
     report = fm_delta.find_base(src, [sibling, expected])
-    assert report.verdict == "sure"
+    assert report.best is not None
     if not base == torch.bfloat16 != tuned:  # whose steps are wider than the training's
-        assert report.best.name == str(expected)
+        assert report.require().name == str(expected)
+
+
+def test_of_two_that_are_equally_near_none_is_the_base(folder):
+    """Siblings whose changes are small beside the type's steps."""
+    base = weights(torch.bfloat16)
+    write_folder(folder / "base", base)
+    write_folder(folder / "tuned", fine_tune(weights()))
+    sibling = dict(base)
+    sibling["model.norm.weight"] = base["model.norm.weight"] * 1.01
+    write_folder(folder / "sibling", sibling)
+    shutil.copytree(folder / "base", folder / "copy")
+    report = fm_delta.find_base(folder / "tuned", [folder / "sibling", folder / "base", folder / "stranger0"])
+    assert verdicts(report) == {"base": "likely", "sibling": "likely", "stranger0": "no"}
+    assert "one of these, which are equally near" in report.summary() and f"{folder / 'sibling'}" in report.summary()
+    with pytest.raises(BaseModelError, match="equally near: .*--base"):
+        report.require()
+    assert fm_delta.find_base(folder / "tuned", [folder / "copy", folder / "base"]).verdict == "sure"
 
 
 def test_prefixes_and_new_heads_do_not_hide_the_base(tmp_path):

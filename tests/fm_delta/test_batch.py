@@ -89,7 +89,9 @@ def test_finished_models_are_not_compressed_again(folder):
     compress(folder)
     first = written_at(folder / "out")
     for options in ({"level": 2}, {"base": None}):
-        assert not compress(folder, **options).failed and written_at(folder / "out") == first
+        report = compress(folder, **options)
+        assert not report.failed and written_at(folder / "out") == first
+        assert "Skipped 3, which an earlier run had done." in report.summary()
     report = compress(folder, verify=True)  # which has not been done
     assert all(model.verified for model in report.models)
     assert not set(written_at(folder / "out").items()) & set(first.items())
@@ -229,7 +231,7 @@ def test_the_workers_of_a_dask_cluster_do_it(folder, capsys):
 def test_processes_share_the_cores_that_are_left_to_a_run(folder, monkeypatch):
     shares = []
 
-    def here(*arguments):  # instead of in a process
+    def here(processes, *arguments):  # instead of in a process
         shares.append(arguments[-1])
         return batch.compress_model(*arguments)
 
