@@ -158,8 +158,8 @@ class PissaLayer(LoraLayer):
         (A, B), A0, B0 = self.factors(adapter), self.initial_A[adapter].weight, self.initial_B[adapter].weight
         if A.shape != A0.shape:
             raise AdapterError(
-                f"The adapter '{adapter}' has rank {len(A)}, and its start has rank {len(A0)}: PiSSA's training form does not "
-                "support hotswapping. Load the adapters as LoRAs: PeftModel.from_pretrained(base, folder)."
+                f"The adapter '{adapter}' has rank {len(A)}, but started with rank {self.r[adapter]}: PiSSA's training form "
+                "does not support hotswapping. Load the adapters as LoRAs: PeftModel.from_pretrained(base, folder)."
             )
         return torch.cat([A - A0, A0]), torch.cat([B, B - B0], dim=1)  # type: ignore[operator, list-item]
 

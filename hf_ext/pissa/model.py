@@ -138,7 +138,7 @@ class PissaModel(LoraModel):
                 f"PiSSA has no adapter for {type(target).__name__}, only for linear layers, embeddings and convolutions. Leave "
                 "it out of target_modules, or name it in exclude_modules."
             )
-        if not is_quantized(target.weight) and not computes_as(target, base):
+        if not is_quantized(target.weight) and not computes_as(target, base):  # type: ignore[arg-type]
             raise AdapterError(
                 f"PiSSA has no adapter for {type(target).__name__}, whose forward is not that of {base.__name__}. Leave it out "
                 "of target_modules, or name it in exclude_modules."

@@ -303,7 +303,7 @@ def test_options_of_pefts_own_pissa_and_hotswapping_are_errors(tmp_path):
     with pytest.raises(AdapterError, match="Save it without path_initial_model_for_weight_conversion"):
         model.save_pretrained(tmp_path / "adapter", path_initial_model_for_weight_conversion=str(tmp_path / "start"))
     prepare_model_for_compiled_hotswap(model, target_rank=16)
-    with pytest.raises(AdapterError, match="has rank 16, and its start has rank 4: .* Load the adapters as LoRAs"):
+    with pytest.raises(AdapterError, match="has rank 16, but started with rank 4: .* Load the adapters as LoRAs"):
         logits(model)
 
 
