@@ -168,7 +168,6 @@ class QPissaConfig(PissaConfig):
     full_precision_model: str | None = field(
         default=None, metadata={"help": "Folder or Hub id of the base's original weights. Default: the model's own name."}
     )
-
     quantization: str | None = field(default=None, metadata={"help": "The base's 4-bit format, which training records."})
 
     def __post_init__(self):
