@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import parts.packages  # noqa: F401  # names a package that is missing
 import torch
 from datasets import ClassLabel, Dataset, DatasetDict, load_dataset
 from huggingface_hub import HfApi
@@ -228,6 +229,8 @@ def timed(action):
 
 def main():
     (args,) = HfArgumentParser(Arguments).parse_args_into_dataclasses()
+    import matplotlib  # noqa: F401  # an error now, if it is missing
+
     out, dtype = Path(args.output_dir), getattr(torch, args.dtype)
     set_seed(0)
     base = args.model_name_or_path or minilm()

@@ -20,6 +20,7 @@ import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import parts.packages  # noqa: F401  # names a package that is missing
 import torch
 from follow_training import docstrings
 from language_model import asking, megabytes, smollm2
@@ -58,6 +59,8 @@ def draw(curve: list[tuple[int, float]], sizes: dict[str, float], path: Path) ->
 
 def main():
     (args,) = HfArgumentParser(Arguments).parse_args_into_dataclasses()
+    import matplotlib  # noqa: F401  # an error now, if it is missing
+
     began, out = time.perf_counter(), Path(args.out)
     warnings.simplefilter("ignore", FutureWarning)  # PEFT's calls of Transformers
     logging.disable_progress_bar()

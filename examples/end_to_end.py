@@ -34,6 +34,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import parts.packages  # noqa: F401  # names a package that is missing
 import torch
 from compress_and_push import folder_size, push, split, text_set
 from language_model import smollm2
@@ -102,6 +103,8 @@ def elsewhere(model: str) -> Iterator[Callable[[str, str], str]]:
 
 def main():
     (args,) = HfArgumentParser(Arguments).parse_args_into_dataclasses()
+    import bitsandbytes  # noqa: F401  # an error now, if it is missing
+
     logging.disable_progress_bar()
     set_seed(0)
     out = Path(args.output_dir)

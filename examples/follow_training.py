@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 
+import parts.packages  # noqa: F401  # names a package that is missing
 import torch
 from transformers import (
     AutoModelForCausalLM,
@@ -169,6 +170,8 @@ def plot(sizes: dict[int, int], whole: int, file: str) -> None:
 
 def main():
     (args,) = HfArgumentParser(Arguments).parse_args_into_dataclasses()
+    if args.plot:
+        import matplotlib  # noqa: F401  # an error now, if it is missing
     set_seed(0)
     logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(args.model)

@@ -20,6 +20,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import parts.packages  # noqa: F401  # names a package that is missing
 import torch
 from follow_training import docstrings
 from parts.prompted_tasks import answers, encoded, learn, load_tokenizer
@@ -83,6 +84,8 @@ def draw(curves: dict[str, list[tuple[int, float]]], path: Path) -> None:
 
 def main():
     (args,) = HfArgumentParser(Arguments).parse_args_into_dataclasses()
+    import matplotlib  # noqa: F401  # an error now, if it is missing
+
     out = Path(args.out)
     logging.disable_progress_bar()
     base = args.model or smollm2(out / "base")

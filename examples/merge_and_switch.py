@@ -14,6 +14,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import parts.packages  # noqa: F401  # names a package that is missing
 from compress_and_push import classifier, minilm, split, standard_library_docstrings, trainer
 from datasets import Dataset, load_dataset
 from transformers import (
@@ -60,6 +61,8 @@ def load_tasks(args: Arguments) -> dict[str, tuple[Dataset, Dataset]]:
 
 def main():
     (args,) = HfArgumentParser(Arguments).parse_args_into_dataclasses()
+    import matplotlib  # noqa: F401  # an error now, if it is missing
+
     set_seed(0)
     base, out = args.model_name_or_path or minilm(), Path(args.output_dir)
     tokenizer = AutoTokenizer.from_pretrained(base)

@@ -16,6 +16,7 @@ import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import parts.packages  # noqa: F401  # names a package that is missing
 import torch
 from accelerate import PartialState
 from compress_and_push import minilm, split, standard_library_docstrings, text_set
@@ -119,6 +120,10 @@ def main():
     args, training = HfArgumentParser((Arguments, Training)).parse_args_into_dataclasses()
     if unknown := set(args.methods) - set(COLORS):
         raise SystemExit(f"--methods {' '.join(unknown)}: they are {', '.join(COLORS)}")
+    import matplotlib  # noqa: F401  # an error now, if it is missing
+
+    if {"qlora", "qpissa"} & {*args.methods}:
+        import bitsandbytes  # noqa: F401  # as above
     logging.set_verbosity_error()  # that heads are new is no news
     base, out = args.model_name_or_path or minilm(), Path(training.output_dir)
     tokenizer = AutoTokenizer.from_pretrained(base)

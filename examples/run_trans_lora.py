@@ -19,6 +19,7 @@ the same form. All options of `TransLoraConfig`, which include those of Transfor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import parts.packages  # noqa: F401  # names a package that is missing
 from accelerate import PartialState
 from parts.tiny_language_models import TASK, World, base_models, is_puzzle, is_task_like
 from peft import LoraConfig, PeftModel, get_peft_model

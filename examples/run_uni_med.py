@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import parts.packages  # noqa: F401  # names a package that is missing
 import torch
 import torch.nn.functional as F
 from accelerate import PartialState
@@ -427,6 +428,8 @@ class Runs:
 
 def main():
     args, training = HfArgumentParser((Arguments, Training)).parse_args_into_dataclasses()
+    import matplotlib  # noqa: F401  # an error now, if it is missing
+
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     runs, results = Runs(args, training), {}

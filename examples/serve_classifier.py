@@ -11,6 +11,7 @@ import json
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
+import parts.packages  # noqa: F401  # names a package that is missing
 from transformers import HfArgumentParser, TextClassificationPipeline, pipeline
 
 import hf_ext  # noqa: F401  # registers the methods, so that pipeline loads what they have written

@@ -7,6 +7,7 @@ from . import trans_lora as trans_lora
 from . import uni_med as uni_med
 from . import weight_sync as weight_sync
 from .emr import EMRConfig as EMRConfig
+from .errors import AdapterError as AdapterError
 from .errors import BaseModelError as BaseModelError
 from .errors import CheckpointError as CheckpointError
 from .errors import CorruptFileError as CorruptFileError

@@ -17,6 +17,10 @@ class CheckpointError(HfExtError, ValueError):
     """A checkpoint cannot be used for the requested operation."""
 
 
+class AdapterError(HfExtError, ValueError):
+    """A configuration has options that its adapter does not support, or the model cannot take the adapter."""
+
+
 class MissingDependencyError(HfExtError, ImportError):
     """A method needs the C++ extension, which is not built, or a package that is not installed."""
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from transformers.quantizers.base import HfQuantizer
 
 from hf_ext import CheckpointError, emr, fm_delta
-from hf_ext.integration import compat, decoding, rehearsal, renaming, weight_plan
+from hf_ext.integration import compat, decoding, landing, rehearsal, renaming, weight_plan
 
 
 class Gone:
@@ -158,6 +158,23 @@ def test_a_merge_loads_the_plain_way_after_host_changes(tmp_path, monkeypatch, w
         model.set_task("cr")
     with pytest.raises(CheckpointError, match="Switching to another checkpoint does not work with Transformers"):
         fm_delta.switch(AutoModelForSequenceClassification.from_pretrained(tasks["cr"]), tasks["cr"])
+
+
+def test_a_lora_that_no_host_loads_any_more_is_an_error(checkpoints, tmp_path, monkeypatch):
+    break_name(monkeypatch, "PeftModel", landing)
+    with pytest.raises(CheckpointError, match="cannot load a LoRA of a MixtralForCausalLM: AttributeError: .*from_pretrained"):
+        fm_delta.extract_lora(checkpoints / "tuned", checkpoints / "base", tmp_path / "lora")
+
+
+def test_a_method_that_peft_has_renamed_is_an_error():
+    for name in ("_get_adapter_state_dict", "_remove_adapter_name_from_key"):
+        code = (
+            f"import peft; from peft.tuners.tuners_utils import BaseTuner\nfor kind in (BaseTuner, peft.LoraModel):\n"
+            f"    if '{name}' in vars(kind): delattr(kind, '{name}')\n"
+            "import hf_ext, torch\npeft.get_peft_model(torch.nn.Sequential(torch.nn.Linear(8, 8)), "
+            "hf_ext.PissaConfig(r=2, target_modules=['0']))"
+        )
+        assert f"has no {name}. Install a newer hf_ext" in python("-c", code).stderr
 
 
 def test_a_switch_without_host_support_changes_nothing(tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ import math
 import os
 import random
 import re
+import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -46,6 +47,16 @@ def run(script: str, folder: Path, *arguments: object, **environment: str) -> st
     done = python(EXAMPLES / script, *arguments, cwd=folder, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
+
+
+@pytest.mark.parametrize("script", [path.name for path in EXAMPLES.glob("*.py")])
+def test_a_missing_package_is_one_line(script):
+    code = "import runpy, sys; sys.modules |= {'torch': None, 'transformers': None}; runpy.run_path(sys.argv[0])"
+    command = [sys.executable, "-c", f"import sys; sys.argv = [{script!r}]; {code}"]
+    environment = os.environ | {"PYTHONPATH": str(EXAMPLES)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=EXAMPLES)
+    assert done.returncode == 1
+    assert re.fullmatch(rf"{script} requires the package (\w+)\. Run: pip install \1\n", done.stderr), done.stderr
 
 
 @pytest.fixture(scope="module")

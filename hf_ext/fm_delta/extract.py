@@ -236,7 +236,9 @@ def read_texts(path: str | os.PathLike) -> list[str]:
         texts = [json.loads(line)["text"] for line in Path(path).read_text("utf-8").split("\n") if line.strip()]
         if not texts or not all(isinstance(text, str) and text for text in texts):
             raise ValueError("a text is missing")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except OSError as error:
+        raise HfExtError(f"{path} cannot be read: {error}") from error
+    except (ValueError, KeyError, TypeError) as error:
         raise HfExtError(f'{path} must hold an object {{"text": "…"}} in each line: {error}') from error
     return texts
 

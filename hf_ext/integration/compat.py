@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
 
-from hf_ext.errors import CheckpointError, HfExtError
+from hf_ext.errors import CheckpointError, HfExtError, MissingDependencyError
 from hf_ext.integration import versions
 from hf_ext.storage.hub import Hub
 
@@ -298,6 +298,20 @@ def recomputes_in_backward() -> bool:
 
     current = getattr(torch._C, "_current_graph_task_id", lambda: -1)
     return not torch.compiler.is_compiling() and current() != -1
+
+
+def require_methods(kind: type, *names: str) -> None:
+    """Checks that a class of PEFT has the methods that a subclass replaces. PEFT would never call one under an old name, and
+    save an adapter in another form than its configuration says.
+
+    Raises:
+        MissingDependencyError: it lacks one.
+    """
+    if lost := [name for name in names if not hasattr(kind, name)]:
+        version = versions.installed("peft")
+        raise MissingDependencyError(
+            f"{kind.__name__} of PEFT {version} has no {lost[0]}. Install a newer hf_ext or an older PEFT."
+        )
 
 
 class NamedAsInStateDict:

@@ -26,6 +26,7 @@ from transformers.pytorch_utils import Conv1D
 from hf_ext.errors import CheckpointError
 from hf_ext.integration import compat
 from hf_ext.integration.adapter_source import fill_with_nothing
+from hf_ext.integration.versions import installed
 from hf_ext.storage.layout import ADAPTER
 from hf_ext.storage.safetensors_file import RawTensor
 
@@ -83,7 +84,12 @@ def layers_that_load(
         model: the base, on the meta device.
         layers: inputs and outputs of the layers, by module.
         config: returns the configuration of a LoRA of rank 1 for some layers.
+
+    Raises:
+        CheckpointError: PEFT loads none of them, because of an error.
     """
+
+    failures: list[Exception] = []
 
     def arriving(names: set[str]) -> set[str]:
         if not names:
@@ -99,7 +105,8 @@ def layers_that_load(
             save_file(marks, folder / ADAPTER, metadata={"format": "pt"})
             try:
                 missed = lost(model, folder)
-            except Exception:  # PEFT raises errors of many types
+            except Exception as error:  # PEFT raises errors of many types
+                failures.append(error)
                 return set()
         return {name for name in names if not {f"{PREFIX}{name}.lora_{side}.weight" for side in "AB"} & missed}
 
@@ -110,6 +117,11 @@ def layers_that_load(
             groups.setdefault(re.sub(r"\d+", "#", name), set()).add(name)
         all_names = set().union(*map(arriving, groups.values()))
         names = arriving(all_names)
+        if failures and not names:
+            raise CheckpointError(
+                f"PEFT {installed('peft')} cannot load a LoRA of a {type(model).__name__}: {type(failures[-1]).__name__}: "
+                f"{failures[-1]}. If its own LoraConfig works with this model, install an older PEFT or a newer hf_ext."
+            ) from failures[-1]
     while names != all_names:  # fewer targets, other conversions
         all_names, names = names, arriving(names)
     return names

@@ -275,11 +275,11 @@ def _is_same(source: TensorSource, part: Loaded, other: Loaded) -> bool:
 def _is_linear(model: PreTrainedModel, module: str) -> bool:
     """Checks whether a module is a linear layer that computes as PyTorch's does, and is called for it."""
     layer = model.get_submodule(module)
-    is_plain = isinstance(layer, nn.Linear | Conv1D) and _computes_as_linear(layer)
+    is_plain = isinstance(layer, nn.Linear | Conv1D) and computes_as_linear(layer)
     return is_plain and not isinstance(model.get_submodule(_module_of(module)), nn.MultiheadAttention)
 
 
-def _computes_as_linear(layer: nn.Module) -> bool:
+def computes_as_linear(layer: nn.Module) -> bool:
     """Checks whether a layer computes as PyTorch's linear layer does. Some have a forward of their own, such as Falcon's."""
     if type(layer).forward in (nn.Linear.forward, Conv1D.forward):
         return True

@@ -13,6 +13,7 @@ from typing import Any
 
 from peft import LoraConfig, PeftType
 
+from hf_ext.errors import AdapterError
 from hf_ext.integration import versions
 
 ROUNDS = 3  # of the randomized decomposition, if init_lora_weights does not say
@@ -42,6 +43,7 @@ class PissaConfig(LoraConfig):
 
     The saved adapter is a plain LoRA of rank 2r, `[B, B − B₀] [A − A₀; A₀]`, for any program that loads LoRA. To resume
     training, load it with `config=PissaConfig.from_pretrained(folder)` and `is_trainable=True` in `PeftModel.from_pretrained`.
+    `get_peft_model` starts a new adapter from the same configuration.
 
     It takes the options of `LoraConfig` that PiSSA supports. These have another meaning:
 
@@ -54,7 +56,7 @@ class PissaConfig(LoraConfig):
         use_dora: DoRA (arXiv 2402.09353) of the change. The saved adapter is then a DoRA of rank 2r.
 
     Raises:
-        ValueError: PiSSA does not support an option or its value.
+        AdapterError: PiSSA does not support an option or its value.
         ImportError: PEFT is older than 0.21.
     """
 
@@ -63,7 +65,7 @@ class PissaConfig(LoraConfig):
     def __post_init__(self):
         versions.require("PiSSA", "peft>=0.21")
         if self.peft_type == PeftType.LORA:  # type: ignore[has-type]
-            raise ValueError(
+            raise AdapterError(
                 "These are the options of a saved adapter, a LoRA of twice the rank. Copy a PissaConfig with "
                 "dataclasses.replace, or read a saved one with PissaConfig.from_pretrained."
             )
@@ -76,16 +78,18 @@ class PissaConfig(LoraConfig):
         self.lora_alpha = self.r if self.lora_alpha is None else self.lora_alpha
         unsupported = sorted(name for name, value in NEUTRAL.items() if (getattr(self, name, None) or value) != value)
         if unsupported:
-            raise ValueError(f"{type(self).__name__} does not support {', '.join(unsupported)}. Leave the option out.")
+            raise AdapterError(f"{type(self).__name__} does not support {', '.join(unsupported)}. Leave the option out.")
         if start not in (True, False) and not re.fullmatch(r"pissa(_niter_\d+)?", str(start)):
-            raise ValueError(
+            raise AdapterError(
                 f"init_lora_weights={start!r} is not supported: {type(self).__name__} starts from principal "
                 "components. Use 'pissa' (exact), 'pissa_niter_4' (randomized), or leave the option out."
             )
         if self.r < 1:
-            raise ValueError(f"r={self.r} is not supported: PiSSA requires at least 1.")
+            raise AdapterError(f"r={self.r} is not supported: PiSSA requires at least 1.")
         if min(self.lora_alpha, *self.alpha_pattern.values(), 1) <= 0:
-            raise ValueError("lora_alpha must be positive: PiSSA divides the principal components by the scaling.")
+            raise AdapterError("lora_alpha must be positive: PiSSA divides the principal components by the scaling.")
+        if start == "pissa_niter_0":
+            warnings.warn("init_lora_weights='pissa_niter_0' takes one round: the decomposition requires one.", stacklevel=3)
         if self.lora_dropout:
             warnings.warn(
                 f"lora_dropout={self.lora_dropout}: PiSSA's adapter holds the principal directions of the weights, and dropout "
@@ -100,6 +104,12 @@ class PissaConfig(LoraConfig):
             return None
         return int(str(self.init_lora_weights).rpartition("_")[2]) if isinstance(self.init_lora_weights, str) else ROUNDS
 
+    @property
+    def decomposes(self) -> bool:
+        """True if new adapters start from principal components. `from_pretrained` leaves `inference_mode` open, which PEFT sets
+        where it loads the adapter's weights next."""
+        return bool(self.init_lora_weights) or self.inference_mode is None
+
     def to_lora_config(self) -> LoraConfig:
         """Returns the configuration of the saved adapter: a LoRA of twice the rank, at the same scaling."""
         factor = _alpha_factor(self.use_rslora)
@@ -112,26 +122,27 @@ class PissaConfig(LoraConfig):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs) -> PissaConfig:
-        """Reads the configuration of a saved PiSSA adapter, to resume its training.
+        """Reads the configuration of a saved PiSSA adapter, to resume its training or to start another one.
 
-        It decomposes nothing (`init_lora_weights=False`), because the adapter's weights are loaded next.
+        `PeftModel.from_pretrained` decomposes nothing with it, because it loads the adapter's weights next. `get_peft_model`
+        decomposes the weights as usual.
 
         Raises:
-            ValueError: the adapter is not one of PiSSA, as its rank is odd or its type is not LORA.
+            AdapterError: the adapter is not one of PiSSA, as its rank is odd or its type is not LORA.
         """
         lora = LoraConfig.from_pretrained(pretrained_model_name_or_path, **kwargs)
         if type(lora) is not LoraConfig:
-            raise ValueError(
+            raise AdapterError(
                 f"{pretrained_model_name_or_path} holds an adapter of type {lora.peft_type.value}. Load it without config=."
             )
         if any(rank % 2 for rank in (lora.r, *lora.rank_pattern.values())):
-            raise ValueError(
+            raise AdapterError(
                 f"{pretrained_model_name_or_path} holds a LoRA of rank {lora.r}, but PiSSA saves LoRAs of an even rank. "
                 "Load it with PeftModel.from_pretrained, without config=."
             )
         factor = _alpha_factor(lora.use_rslora)
         options = _options(lora, lambda rank: rank // 2, lambda alpha: float(f"{alpha / factor:.12g}"))  # as short as it was
-        return cls(**options | {"init_lora_weights": False, "peft_type": None})
+        return cls(**options | {"init_lora_weights": False, "inference_mode": None, "peft_type": None})
 
 
 @dataclass
@@ -150,20 +161,22 @@ class QPissaConfig(PissaConfig):
         init_lora_weights: as in `PissaConfig`. Only the first iteration takes all rounds, twice as many. False is for loading
             saved weights, which bring the residual: do not train from it.
         full_precision_model: folder or Hub id of the base's original weights. Defaults to the model's own name.
+        quantization: the base's 4-bit format. Training records it, and loading compares it.
     """
 
     iterations: int = field(default=5, metadata={"help": "Iterations of decomposition and quantization."})
     full_precision_model: str | None = field(
         default=None, metadata={"help": "Folder or Hub id of the base's original weights. Default: the model's own name."}
     )
+    quantization: str | None = field(default=None, metadata={"help": "The base's 4-bit format, which training records."})
 
     def __post_init__(self):
         super().__post_init__()
         self.peft_type = PeftType("QPISSA")
         if self.use_dora or self.bias != "none":
-            raise ValueError("QPissaConfig supports neither use_dora nor bias. Leave the option out.")
+            raise AdapterError("QPissaConfig supports neither use_dora nor bias. Leave the option out.")
         if self.iterations < 1:
-            raise ValueError(f"iterations={self.iterations} is not supported: QPiSSA requires at least 1.")
+            raise AdapterError(f"iterations={self.iterations} is not supported: QPiSSA requires at least 1.")
 
     def to_dict(self) -> dict[str, Any]:
         return LoraConfig.to_dict(self)
@@ -177,9 +190,10 @@ class QPissaConfig(PissaConfig):
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs) -> QPissaConfig:
         config = super(PissaConfig, cls).from_pretrained(pretrained_model_name_or_path, **kwargs)
         if not isinstance(config, cls):
-            raise ValueError(
+            raise AdapterError(
                 f"{pretrained_model_name_or_path} holds no QPiSSA adapter. Load it with PeftModel.from_pretrained."
             )
+        config.inference_mode = None
         return config
 
 

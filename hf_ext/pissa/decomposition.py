@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import pad
 
+from hf_ext.errors import AdapterError
+
 OVERSAMPLING = 8  # directions of the iteration beyond one and a quarter times the rank
 # Relative difference that Bᵀ W may have to its value for principal components of W. QPiSSA's iterations make up to a third,
 # a fine-tune of the base a few hundredths, another weight 1.
@@ -49,7 +51,12 @@ def principal_components(
         niter: number of rounds, at least one; None for LAPACK's exact decomposition.
         seed: seed of the random directions. The same weight, seed and device give the same components.
         block: block of a similar matrix of this shape and rank, to start from instead of random directions.
+
+    Raises:
+        AdapterError: the weight has NaN or infinite values.
     """
+    if not weight.isfinite().all():
+        raise AdapterError("The weight has NaN or infinite values, so it has no principal components. Mend the base's weights.")
     smaller = min(weight.shape[-2:])
     if rank > smaller:
         U, S, Vh, block = principal_components(weight, smaller, niter, seed, block)

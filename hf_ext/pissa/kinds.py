@@ -10,6 +10,8 @@ from torch import nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
+from hf_ext.errors import AdapterError
+from hf_ext.integration.lora_layers import computes_as_linear
 from hf_ext.pissa.config import PissaConfig
 from hf_ext.pissa.layer import PissaLayer
 
@@ -53,7 +55,7 @@ class PissaEmbedding(PissaLayer, Embedding):
         return product if scale is None else product * scale.to(product.dtype)
 
     def _mixed_batch_forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        raise ValueError(
+        raise AdapterError(
             "Embeddings with PiSSA adapters cannot mix adapters in a batch. Save the adapter and load it as a LoRA."
         )
 
@@ -71,7 +73,7 @@ class _PissaConv(PissaLayer):
     def start(self, adapter: str, config: PissaConfig) -> None:
         base = self.get_base_layer()
         if base.groups > 1 or set(base.dilation) != {1} or base.padding_mode != "zeros":  # PEFT's convolution A has neither
-            raise ValueError(
+            raise AdapterError(
                 "PiSSA does not support convolutions with groups, dilation or a padding_mode other than 'zeros'. Leave this "
                 "one out of target_modules, or name it in exclude_modules."
             )
@@ -109,3 +111,13 @@ KINDS: dict[type[nn.Module], type[PissaLayer]] = {
     nn.Conv2d: PissaConv2d,
     nn.Conv3d: PissaConv3d,
 }
+
+
+def computes_as(layer: nn.Module, kind: type[nn.Module]) -> bool:
+    """Checks whether a layer computes as the class in KINDS that it belongs to. Some subclasses pad, scale or shift by
+    themselves, which an adapter beside them would not. PEFT knows embeddings that scale by `embed_scale`."""
+    if kind in (nn.Linear, Conv1D):
+        return computes_as_linear(layer)
+    own = type(layer)
+    is_same = all(getattr(own, name, None) is getattr(kind, name, None) for name in ("forward", "_conv_forward"))
+    return is_same or kind is nn.Embedding and hasattr(layer, "embed_scale")

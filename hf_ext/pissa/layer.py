@@ -16,7 +16,7 @@ from peft.tuners.lora.layer import LoraLayer, LoraVariant
 from torch import nn
 from transformers.integrations import is_deepspeed_zero3_enabled
 
-from hf_ext.errors import BaseModelError
+from hf_ext.errors import AdapterError, BaseModelError
 from hf_ext.integration.compat import is_offloaded, loads_weights_later
 from hf_ext.pissa.config import PissaConfig
 from hf_ext.pissa.decomposition import initial_factors, is_of, principal_components, share_of_energy
@@ -98,7 +98,7 @@ class PissaLayer(LoraLayer):
 
     def resolve_lora_variant(self, *, config: LoraConfig, **kwargs: Any) -> LoraVariant:
         if not isinstance(config, PissaConfig):
-            raise ValueError(
+            raise AdapterError(
                 "The model has PiSSA adapters in their training form, beside which it takes no adapter of "
                 f"{type(config).__name__}. Save them, and load them as LoRAs: PeftModel.from_pretrained(base, folder)."
             )
@@ -115,20 +115,20 @@ class PissaLayer(LoraLayer):
         """Sets A, B, A₀ and B₀: to the principal components, or A₀ and B₀ to zero if the adapter's weights are loaded later.
 
         Raises:
-            ValueError: the layer's weight cannot be decomposed.
+            AdapterError: the layer's weight cannot be decomposed.
         """
         A, B = self.factors(adapter)
-        if config.init_lora_weights and is_offloaded(self.get_base_layer()):
-            raise ValueError(
+        if config.decomposes and is_offloaded(self.get_base_layer()):
+            raise AdapterError(
                 f"The weight of {self.get_base_layer()} is offloaded, and PiSSA cannot start from it. Load the base without "
                 "offloading to the CPU or the disk (device_map)."
             )
-        decomposes = bool(config.init_lora_weights) and A.device.type != "meta" and not loads_weights_later()
+        decomposes = config.decomposes and A.device.type != "meta" and not loads_weights_later()
         if decomposes:
             if self.merged:
-                raise ValueError("The model has merged adapters. Call unmerge_adapter() before you add a PiSSA adapter.")
+                raise AdapterError("The model has merged adapters. Call unmerge_adapter() before you add a PiSSA adapter.")
             if is_deepspeed_zero3_enabled():
-                raise ValueError("PiSSA cannot decompose weights that DeepSpeed ZeRO-3 partitions. Use ZeRO-2.")
+                raise AdapterError("PiSSA cannot decompose weights that DeepSpeed ZeRO-3 partitions. Use ZeRO-2.")
             for parameter, component in zip((A, B), self.principal(adapter, config)):
                 parameter.copy_(component.view_as(parameter))
         for initial, factor in ((self.initial_A, A), (self.initial_B, B)):
@@ -150,8 +150,17 @@ class PissaLayer(LoraLayer):
         return f"lora_A.{adapter}.weight", f"lora_B.{adapter}.weight"
 
     def stacked(self, adapter: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns [A − A₀; A₀], (2r, n), and [B, B − B₀], (m, 2r), whose product is B A − B₀ A₀."""
+        """Returns [A − A₀; A₀], (2r, n), and [B, B − B₀], (m, 2r), whose product is B A − B₀ A₀.
+
+        Raises:
+            AdapterError: hotswapping replaced A and B by factors of another rank.
+        """
         (A, B), A0, B0 = self.factors(adapter), self.initial_A[adapter].weight, self.initial_B[adapter].weight
+        if A.shape != A0.shape:
+            raise AdapterError(
+                f"The adapter '{adapter}' has rank {len(A)}, but started with rank {self.r[adapter]}: PiSSA's training form "
+                "does not support hotswapping. Load the adapters as LoRAs: PeftModel.from_pretrained(base, folder)."
+            )
         return torch.cat([A - A0, A0]), torch.cat([B, B - B0], dim=1)  # type: ignore[operator, list-item]
 
     def change(self, adapter: str, x: torch.Tensor) -> torch.Tensor:
@@ -169,26 +178,24 @@ class PissaLayer(LoraLayer):
         """Returns the weight as the (m, n) matrix that PiSSA decomposes, float32.
 
         Raises:
-            ValueError: the weight does not consist of floats, or is not in this process.
+            AdapterError: the weight does not consist of floats, or is not in this process.
         """
 
     def base_weight(self) -> torch.Tensor:
         """Returns the base layer's weight, after checking that it is there and consists of floats.
 
         Raises:
-            ValueError: it is not.
+            AdapterError: it is not.
         """
         layer = self.get_base_layer()
         weight = layer.weight.detach()
-        # bitsandbytes may pack its codes into a float dtype. Float8 weights are codes too, whose scales are elsewhere.
-        is_packed = type(layer.weight).__name__ in ("Params4bit", "Int8Params") or weight.element_size() == 1
-        if is_packed or not weight.is_floating_point():
-            raise ValueError(
+        if is_quantized(layer.weight):
+            raise AdapterError(
                 f"The weight of {layer} is quantized ({weight.dtype}): PiSSA cannot start from it. Use QPissaConfig for a "
                 "model in 4 bits of bitsandbytes, or load the base in bfloat16."
             )
         if weight.dim() < 2:
-            raise ValueError(
+            raise AdapterError(
                 f"The weight of {layer} is a shard of shape {tuple(weight.shape)}, because DeepSpeed ZeRO-3 or FSDP has "
                 "partitioned it, and PiSSA needs whole weights. Add the adapter before the model is partitioned, or use ZeRO-2."
             )
@@ -229,6 +236,13 @@ class PissaLayer(LoraLayer):
         A0, B0 = (factor.to(layer.weight.device).flatten(1) for factor in (A0, B0))
         if A0.device.type != "meta" and not is_of(B0, A0, self.start_scaling(adapter), whole(self.matrix())):
             raise another_base(layer)
+
+
+def is_quantized(weight: torch.Tensor) -> bool:
+    """Tells whether a weight holds codes. bitsandbytes may pack them into a float dtype. Float8 weights are codes too, whose
+    scales are elsewhere."""
+    is_packed = type(weight).__name__ in ("Params4bit", "Int8Params") or weight.element_size() == 1
+    return is_packed or not weight.is_floating_point()
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

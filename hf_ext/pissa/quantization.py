@@ -74,6 +74,12 @@ def bitsandbytes() -> Any:
     return bitsandbytes
 
 
+def format_of(parameter: QuantizedWeight) -> str:
+    """Returns the format of a 4-bit parameter, which a residual depends on."""
+    double = ", double quantization" if parameter.compress_statistics else ""
+    return f"{parameter.quant_type} in blocks of {parameter.blocksize}{double}"
+
+
 def dequantize(parameter: QuantizedWeight) -> torch.Tensor:
     """Dequantizes a parameter of `Quantization.quantize` to (out_features, in_features), float32."""
     return bitsandbytes().functional.dequantize_4bit(parameter.data, parameter.quant_state).float()

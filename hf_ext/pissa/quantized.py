@@ -12,14 +12,22 @@ from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 from transformers.utils.logging import get_logger
 
-from hf_ext.errors import BaseModelError, HfExtError
+from hf_ext.errors import AdapterError, BaseModelError, HfExtError
 from hf_ext.pissa.config import QPissaConfig
 from hf_ext.pissa.decomposition import is_of, share_of_energy
 from hf_ext.pissa.kinds import PissaLinear
 from hf_ext.pissa.layer import another_base
 from hf_ext.pissa.model import PissaModel
 from hf_ext.pissa.original import OriginalModel, OriginalWeight
-from hf_ext.pissa.quantization import Quantization, QuantizedWeight, bitsandbytes, dequantize, quantized_residual, residual
+from hf_ext.pissa.quantization import (
+    Quantization,
+    QuantizedWeight,
+    bitsandbytes,
+    dequantize,
+    format_of,
+    quantized_residual,
+    residual,
+)
 
 logger = get_logger(__name__)
 
@@ -191,7 +199,7 @@ class QPissaLinear(PissaLinear):
     def _check_shared(self, rank: int, scaling: float) -> None:
         base = self.base_layer
         if rank != base.rank or scaling != base.scaling:
-            raise ValueError(
+            raise AdapterError(
                 f"The adapters of a QPiSSA model share its residual, and so their start: rank {base.rank} and scaling "
                 f"{base.scaling} in {base.original.layer}, not {rank} and {scaling}."
             )
@@ -201,7 +209,7 @@ class QPissaLinear(PissaLinear):
             if adapter in self.lora_A:
                 A, B = (factor.detach() for factor in self.stacked(adapter))
                 if safe_merge and not (A.isfinite().all() and B.isfinite().all()):
-                    raise ValueError(f"The adapter '{adapter}' has NaN or infinite weights and was not merged.")
+                    raise AdapterError(f"The adapter '{adapter}' has NaN or infinite weights and was not merged.")
                 self.base_layer.merge(B * (self.scaling[adapter] / self.base_layer.scaling), A)
                 self.merged_adapters.append(adapter)
 
@@ -223,6 +231,23 @@ class QPissaModel(PissaModel):
     """The tuner behind `get_peft_model(model, QPissaConfig(…))`."""
 
     is_quantized = True
+
+    def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        """Adds an adapter, and records the base's 4-bit format in its configuration.
+
+        Raises:
+            BaseModelError: the adapter was trained on another format.
+        """
+        config, kind = self.peft_config[adapter_name], bitsandbytes().nn.Linear4bit
+        found = " and ".join(sorted({format_of(module.weight) for module in model.modules() if isinstance(module, kind)}))
+        if found and config.quantization not in (found, None) and not config.decomposes:
+            raise BaseModelError(
+                f"The base is quantized as {found}, and the adapter was trained on {config.quantization}. Load the base with "
+                "the BitsAndBytesConfig of the training."
+            )
+        if found:
+            config.quantization = found
+        super().inject_adapter(model, adapter_name, *args, **kwargs)
 
     def _create_new_module(self, config: QPissaConfig, adapter_name: str, target: nn.Module, **kwargs: Any) -> nn.Module:  # type: ignore[override]
         if not isinstance(target, bitsandbytes().nn.Linear4bit):

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import torch
 
+from hf_ext.errors import AdapterError
+
 
 def stack(state: dict[str, torch.Tensor], adapter: str, is_quantized: bool = False) -> dict[str, torch.Tensor]:
     """Returns an adapter's tensors with the factors that are saved in the place of A, B, A₀ and B₀.
 
     Raises:
-        ValueError: the factors are shards.
+        AdapterError: the factors are shards.
     """
     saved = dict(state)
     for start in [key for key in state if key.endswith(f"initial_A.{adapter}.weight")]:
@@ -24,7 +26,7 @@ def stack(state: dict[str, torch.Tensor], adapter: str, is_quantized: bool = Fal
             a, b = f"{layer}lora_embedding_A.{adapter}", f"{layer}lora_embedding_B.{adapter}"
         A, B, A0, B0 = state[a], state[b], saved.pop(start), saved.pop(f"{layer}initial_B.{adapter}.weight")
         if A.dim() < 2:
-            raise ValueError(
+            raise AdapterError(
                 f"A of the adapter '{adapter}' is a shard of the shape {tuple(A.shape)}, because DeepSpeed ZeRO-3 or FSDP has "
                 "partitioned it. Gather the parameters first, with deepspeed.zero.GatheredParameters or "
                 "FullyShardedDataParallel.summon_full_params."

@@ -215,7 +215,7 @@ def train_discriminator(
     real, least = list(dict.fromkeys(text.strip() for text in real_inputs if text.strip())), max(2, args.num_shots)
     if len(real) < least:
         raise HfExtError(f"There are {len(real)} different real inputs; give at least {least}, better hundreds.")
-    if synthetic_inputs is not None and not synthetic_inputs:
+    if synthetic_inputs is not None and not any(text.strip() for text in synthetic_inputs):
         raise HfExtError("synthetic_inputs is empty. Give some, or leave it out to let the model write them.")
     encoder = _encoder(tokenizer, model)
     questions = {text: encoder.prompt(question(text, task, args.discriminator_prompt)) for text in real}
@@ -229,7 +229,7 @@ def train_discriminator(
         seeds = seeds or random.Random(args.seed).sample(real, args.num_shots)
         candidates = write_inputs(synthesizer or model, Prompts(seeds, args, encoder), len(real), settings)
         synthetic_inputs = [candidate.input for candidate in candidates if candidate.kept]
-    synthetic = list(dict.fromkeys(text.strip() for text in synthetic_inputs))
+    synthetic = list(dict.fromkeys(text.strip() for text in synthetic_inputs if text.strip()))
     held_out, rows = _split(real, synthetic[: len(real)], args.seed)
     with adapters_kept(model):
         set_seed(args.seed)  # as Trainer does, but before the adapter is made

@@ -282,5 +282,10 @@ def _require_data(
         raise HfExtError("inputs is empty. Give some, or leave it out to let the target model write them.")
     if not all(text.strip() for text in [*seeds, *(inputs or [])]):
         raise HfExtError("One of the seeds, or of the inputs, is empty.")
+    labels = inputs.values() if isinstance(inputs, Mapping) else ()
+    if bad := [label for label in labels if label is not None and not (isinstance(label, str) and label.strip())]:
+        raise HfExtError(
+            f"inputs has the label {bad[0]!r}, which is no text. Give texts, or None where the teacher is to answer."
+        )
     if args.eval_strategy != "no" and not options.get("eval_dataset") and args.held_out_share == 0:
         raise HfExtError("There is nothing to evaluate on with held_out_share=0; raise it, or give an eval_dataset.")

@@ -256,6 +256,8 @@ def test_files_without_texts_are_errors(tmp_path, content):
     (tmp_path / "texts.jsonl").write_text(content)
     with pytest.raises(HfExtError, match="must hold an object"):
         read_texts(tmp_path / "texts.jsonl")
+    with pytest.raises(HfExtError, match="nowhere.jsonl cannot be read"):
+        read_texts(tmp_path / "nowhere.jsonl")
 
 
 def test_only_language_models_are_evaluated(tmp_path, pair):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import re
 import warnings
 from functools import partial
@@ -17,9 +18,10 @@ from peft.tuners.lora.layer import LoraLayer
 from tiny_adapters import Convolutions, difference, load, logits, moved, small_llama, trainable, trained
 from tiny_models import MODELS, VOCABULARY, bert, gpt2, inputs, llama, same_bits, t5
 from torch import nn
+from torch.nn import functional
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from hf_ext import PissaConfig, QPissaConfig
+from hf_ext import AdapterError, PissaConfig, QPissaConfig
 from hf_ext.pissa.layer import PissaLayer
 
 EVERYWHERE = "all-linear"
@@ -283,7 +285,7 @@ def test_embeddings_of_a_model_that_scales_them(use_dora):
 )
 @pytest.mark.parametrize("kind", [PissaConfig, QPissaConfig])
 def test_unsupported_options_are_errors(kind, options, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(AdapterError, match=message):
         kind(**options)
 
 
@@ -323,6 +325,59 @@ def test_codes_of_eight_bits_are_not_decomposed(dtype):
     layer.weight = nn.Parameter(torch.zeros(8, 8).to(dtype), requires_grad=False)
     with pytest.raises(ValueError, match=f"is quantized .{dtype}.*load the base in bfloat16"):
         get_peft_model(nn.Sequential(layer), config(r=2, target_modules=["0"]))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("start", [True, "pissa"])
+def test_a_weight_that_is_not_finite_is_an_error_that_names_its_layer(value, start):
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model[1].weight.data[0, 0] = value
+    with pytest.raises(AdapterError, match="^1: The weight has NaN or infinite values"):
+        get_peft_model(model, config(target_modules=["0", "1"], init_lora_weights=start))
+
+
+class PaddedConv(nn.Conv2d):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(functional.pad(x, (1, 1, 1, 1)))
+
+
+class ScaledConv(nn.Conv2d):
+    def _conv_forward(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return super()._conv_forward(x, 2 * weight, bias)
+
+
+class Positions(nn.Embedding):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + 2)
+
+
+class Router(nn.Linear):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().forward(x), x
+
+
+class Plain(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.T + self.bias
+
+
+@pytest.mark.parametrize("layer", [PaddedConv(3, 8, 3), ScaledConv(3, 8, 3), Positions(16, 8), Router(16, 8)], ids=repr)
+def test_a_subclass_with_a_forward_of_its_own_is_refused(layer):
+    with pytest.raises(
+        AdapterError, match=f"^0: PiSSA has no adapter for {type(layer).__name__}, whose forward is not that of"
+    ):
+        get_peft_model(nn.Sequential(layer), config(target_modules=["0"]))
+    assert get_peft_model(nn.Sequential(Plain(16, 8)), config(target_modules=["0"]))
+
+
+@pytest.mark.parametrize("name", ["", "model.layers.1"])
+def test_a_compiled_base_is_refused(name):
+    model = llama()
+    module = torch.compile(model.get_submodule(name), backend="eager")
+    if name:
+        model.set_submodule(name, module)
+    with pytest.raises(AdapterError, match="_orig_mod' is compiled, .* Call torch.compile after this"):
+        get_peft_model(model if name else module, config(target_modules=["q_proj"]))
 
 
 def test_an_offloaded_weight_is_an_error(tmp_path):
@@ -423,6 +478,22 @@ def test_one_logged_line_says_how_much_energy_the_adapter_starts_with(caplog):
     assert [record.message for record in caplog.records] == [
         "The adapter 'default' starts with 69.6 % of the weights' energy (mean over 1 layers)."
     ]
+
+
+def test_one_warning_says_what_cannot_learn(caplog):
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2)
+    model.layers[1].linear1.weight.data.zero_()
+    with caplog.at_level(logging.WARNING, "hf_ext.pissa.model"):
+        get_peft_model(copy.deepcopy(model), config(r=20))
+        get_peft_model(model, config(target_modules=["layers.0.linear1"]))
+    assert [record.message for record in caplog.records] == [
+        "The adapter 'default' learns nothing in 2 layers, such as 'layers.0.self_attn.out_proj': nn.MultiheadAttention uses "
+        "their weights without calling them. Name them in exclude_modules.",
+        "40 components of the adapter 'default' are zero and learn nothing, in 6 layers, such as 'layers.0.self_attn.out_proj':"
+        " the weight is zero or has fewer than r components. Lower r, or exclude them.",
+    ]
+    with pytest.warns(UserWarning, match="'pissa_niter_0' takes one round"):
+        config(init_lora_weights="pissa_niter_0")
 
 
 def test_peft_cuts_an_adapter_to_a_smaller_rank(tmp_path):

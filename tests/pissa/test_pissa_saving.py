@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,15 +13,16 @@ import torch
 from hosts import adapters_of_transformers
 from local_hub import LocalHub
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from peft.utils.hotswap import prepare_model_for_compiled_hotswap
 from processes import python
 from safetensors.torch import load_file
 from test_pissa import config, every_case, tolerance
-from tiny_adapters import NF4, difference, load, logits, moved, small_llama, trained
+from tiny_adapters import NF4, difference, load, logits, moved, small_llama, trainable, trained
 from tiny_models import llama, perturb
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from hf_ext import BaseModelError, HfExtError, PissaConfig, QPissaConfig
+from hf_ext import AdapterError, BaseModelError, HfExtError, PissaConfig, QPissaConfig
 
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore:{text}")
@@ -67,6 +69,20 @@ def test_it_resumes_as_pissa_but_for_rounding(tmp_path, build, options):
     first, second = (load_file(folder / "adapter_model.safetensors") for folder in (tmp_path, tmp_path / "again"))
     for name in first:
         torch.testing.assert_close(first[name], second[name])
+
+
+@pytest.mark.parametrize(("kind", "quantization"), [(PissaConfig, None), (QPissaConfig, NF4)], ids=["PiSSA", "QPiSSA"])
+def test_a_saved_configuration_starts_a_new_adapter(tmp_path, kind, quantization):
+    small_llama().save_pretrained(tmp_path / "base")
+    options = kind(r=4, target_modules="all-linear")
+    trained(load(tmp_path / "base", quantization), options).save_pretrained(tmp_path / "adapter")
+    first, again = (
+        get_peft_model(load(tmp_path / "base", quantization), one)
+        for one in (options, kind.from_pretrained(tmp_path / "adapter"))
+    )
+    assert trainable(again).keys() == trainable(first).keys()
+    assert all(torch.equal(parameter, trainable(first)[name]) for name, parameter in trainable(again).items())
+    assert torch.equal(logits(again), logits(first))
 
 
 @pytest.mark.parametrize("moved", [0.03, 0.003])
@@ -227,7 +243,7 @@ def test_the_configuration_comes_back_exactly(tmp_path, alpha, use_rslora):
         PissaConfig.from_pretrained(tmp_path / "adapter"),
         PissaConfig.from_pretrained(tmp_path, subfolder="adapter"),
     ):
-        assert loaded == replace(options, init_lora_weights=False)  # loading decomposes nothing
+        assert loaded == replace(options, init_lora_weights=False, inference_mode=None)  # loading decomposes nothing
     with pytest.raises(ValueError, match="LoRA of twice the rank"):
         PissaConfig(**options.to_dict())
 
@@ -259,14 +275,17 @@ def test_one_state_dict_loads_into_two_models():
     [(PissaConfig, None, {}), (PissaConfig, None, {"use_dora": True}), (QPissaConfig, NF4, {})],
     ids=["PiSSA", "DoRA", "QPiSSA"],
 )
-def test_activation_checkpointing_around_layers_changes_nothing(tmp_path, kind, quantization, more):
+@pytest.mark.parametrize(
+    "wrap", [checkpoint_wrapper, partial(torch.compile, backend="eager")], ids=["checkpointed", "compiled"]
+)
+def test_a_wrapper_around_layers_changes_nothing(tmp_path, kind, quantization, more, wrap):
     small_llama().save_pretrained(tmp_path / "base")
 
     def wrapped(model: PeftModel) -> PeftModel:
         layers = model.base_model.model.model.layers
         for index, layer in enumerate(layers):
-            layer.self_attn = checkpoint_wrapper(layer.self_attn)
-            layers[index] = checkpoint_wrapper(layer)
+            layer.self_attn = wrap(layer.self_attn)
+            layers[index] = wrap(layer)
         return model
 
     options = {"r": 4, "target_modules": ["q_proj", "up_proj"], "task_type": "CAUSAL_LM"} | more
@@ -277,6 +296,15 @@ def test_activation_checkpointing_around_layers_changes_nothing(tmp_path, kind, 
     again = wrapped(get_peft_model(load(tmp_path / "base", quantization), kind(**options)))
     set_peft_model_state_dict(again, state)
     assert difference(logits(again), logits(model)) < 2e-6
+
+
+def test_options_of_pefts_own_pissa_and_hotswapping_are_errors(tmp_path):
+    model = trained(llama(), config(target_modules=["q_proj"]))
+    with pytest.raises(AdapterError, match="Save it without path_initial_model_for_weight_conversion"):
+        model.save_pretrained(tmp_path / "adapter", path_initial_model_for_weight_conversion=str(tmp_path / "start"))
+    prepare_model_for_compiled_hotswap(model, target_rank=16)
+    with pytest.raises(AdapterError, match="has rank 16, but started with rank 4: .* Load the adapters as LoRAs"):
+        logits(model)
 
 
 class Hidden(nn.Module):

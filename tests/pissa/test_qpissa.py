@@ -274,6 +274,15 @@ def test_another_base_is_an_error(tmp_path, llama_base):
             PeftModel.from_pretrained(load(tmp_path / "other", quantization), tmp_path / "adapter")
 
 
+@pytest.mark.parametrize("changed", [{"bnb_4bit_quant_type": "fp4"}, {"bnb_4bit_use_double_quant": False}])
+def test_another_4_bit_format_of_the_base_is_an_error(tmp_path, llama_base, changed):
+    trained(load(llama_base, NF4), config()).save_pretrained(tmp_path / "adapter")
+    other = load(llama_base, NF4 | changed)
+    with pytest.raises(BaseModelError, match="trained on nf4 in blocks of 64, double quantization. Load the base with"):
+        PeftModel.from_pretrained(other, tmp_path / "adapter")
+    assert get_peft_model(other, QPissaConfig.from_pretrained(tmp_path / "adapter"))  # a new adapter of that format
+
+
 def test_a_copy_and_a_pickle_compute_the_same(llama_base):
     model = trained(load(llama_base, NF4), config())
     expected = logits(model)

@@ -382,6 +382,8 @@ def test_arguments_that_contradict_each_other_are_one_clear_error(tmp_path):
         ({"seeds": [*SEEDS, " "]}, "is empty"),
         ({"inputs": ["a", ""]}, "is empty"),
         ({"inputs": []}, "inputs is empty"),
+        ({"inputs": {"a": "early", "b": " "}}, "inputs has the label ' ', which is no text"),
+        ({"inputs": {"a": None, "b": 5}}, "inputs has the label 5, which is no text"),
         ({"seeds": "seeds.jsonl"}, "seeds='seeds.jsonl' is a single text"),
         ({"seeds": [1, 2, 3, 4, 5]}, "seeds contains something other than texts"),
         (

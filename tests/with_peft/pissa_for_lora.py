@@ -40,6 +40,8 @@ EXPECTED = {
     "the saved adapter is a LoRA of rank 2r": r"test_save_pretrained\w*\[.* size of tensor a|test_lora_pissa_conv.* 16 == 8",
     "PEFT warns that its own start changes the base, which PiSSA leaves": r"test_lora_config_pissa_olora_warns",
     "PissaConfig reads a LoRA, so errors name LoraConfig": r"test_from_pretrained_(forward_compatible|sanity_check)",
+    "the saved adapter needs no conversion": r"Save it without path_initial_model_for_weight_conversion",
+    "the names of a compiled base are refused": r"is compiled, which changes the names",
     "the saved form needs whole tensors": r"is a shard of the shape .* Gather the parameters first",
     "PiSSA's A and B start at principal components": r"lora_B weights not initialized to zero|test_lora_\w+_default ",
     "A₀ and B₀ are parameters too": r"test_(model_status|parameters_after)_\w+.* AssertionError|test_prefixes_select_corr",

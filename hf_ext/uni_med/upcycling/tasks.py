@@ -123,9 +123,11 @@ class BatchTasks:
 
 
 def _one_per_sample(tasks: Sequence[str] | torch.Tensor | None, samples: torch.Tensor | None) -> list[int | str] | None:
-    """Returns the tasks as a list. Raises a ValueError if there are more or fewer tasks than samples."""
+    """Returns the tasks as a list. Raises a ValueError if they are no list, or more or fewer than the samples."""
     if tasks is None:
         return None
+    if isinstance(tasks, str):
+        raise ValueError(f"tasks={tasks!r} is a single text. Give a list with one task for each sample.")
     if samples is not None and len(tasks) != len(samples):
         raise ValueError(f"tasks has {len(tasks)} entries for {len(samples)} samples. Give one task for each sample.")
     return tasks.tolist() if isinstance(tasks, torch.Tensor) else list(tasks)

@@ -169,6 +169,7 @@ def test_batches_without_images_work_and_unknown_tasks_raise():
     for call, arguments, message in (
         (adapter, {**inputs, "tasks": ["vqa", "caption", "vqa"]}, "no task 'caption', only vqa, cls"),
         (adapter, {**inputs, "tasks": ["vqa", "cls"]}, "2 entries for 3 samples"),
+        (adapter, {**inputs, "tasks": "vqa"}, "tasks='vqa' is a single text"),  # of as many letters as samples
         (adapter.generate, {**inputs, "tasks": ["vqa"], "max_new_tokens": 1}, "1 entries for 3 samples"),
         (adapter, {**four, "tasks": ["vqa", "cls"]}, "2 entries for 4 samples"),  # not two beams of each
         (adapter, {**embeds, "tasks": MIXED}, "require input_ids"),
