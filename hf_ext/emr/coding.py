@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from typing import NamedTuple
 
 import numpy as np
@@ -28,9 +28,13 @@ CHUNK = 1 << 20  # values of each task worked on at a time
 FEW_VALUES = 1 << 25  # of a model whose tensors are all in the sample
 PLACES = 32  # of a sample: tensors that have the values at as many places, spread evenly over all values
 MOST_VALUES = 1 << 22  # of a tensor in the sample of a larger model
+GLANCE = 1 << 16  # values of a tensor that tell the size of its changes
 FIRST_STEP = 2.5  # times the root mean square of the changes
 TINY = 1e-9
-ROUNDS, NEAR = 10, 0.03  # steps that are tried at most, and the share by which the result may be smaller than wanted
+ROUNDS, CODINGS = 10, 6  # steps that are tried at most on a sample, and on the whole model
+NEAR = 0.03  # share by which the result may be smaller than wanted
+CLOSE = 1.25, 1.001  # quotients of two steps of which each tensor may take one; the second if the first is too rough
+FARTHEST, FLAT = 2.0**40, 0.002  # limits of the steps, as multiples of the first; amounts, as a share, that count as equal
 MOST_GAIN = 1.5
 EXACT = 2.0**-60  # for a task that changes no tensor
 LEAST_STEP, MOST_STEP = 2.0**-98, 2.0**98  # with factors of up to 4, a step that can be stored
@@ -43,7 +47,7 @@ class Budget(NamedTuple):
     keep: float | None = None  # share of the values that get a number of their own
     bits: float | None = None  # per parameter and task
     size: int | None = None  # bytes of the folder, at most
-    reserved: int = 0  # of these, the bytes to leave free
+    uncoded: int | None = None  # of these, the bytes that all but coded tensors take, if known
 
 
 def budget_of(method: str, keep: float | None, bits: float | None, size: int | str | None) -> Budget | None:
@@ -55,9 +59,9 @@ def budget_of(method: str, keep: float | None, bits: float | None, size: int | s
         raise CheckpointError(f"{' and '.join(given)}: only the method {CODED!r} has a size to choose. Add method={CODED!r}.")
     if len(given) > 1:
         raise CheckpointError(f"{' and '.join(given)} are given; give one of them.")
-    if keep is not None and (isinstance(keep, str) or not 0 < keep <= 1):
+    if keep is not None and not (isinstance(keep, Real) and 0 < keep <= 1):
         raise CheckpointError(f"keep={keep!r} is not a share; give a number above 0 and at most 1.")
-    if bits is not None and (isinstance(bits, str) or not LEAST_BITS <= bits <= 64):
+    if bits is not None and not (isinstance(bits, Real) and LEAST_BITS <= bits <= 64):
         raise CheckpointError(f"bits={bits!r} is out of range; give a number from {LEAST_BITS} to 64.")
     limit = None if size is None else bytes_of(size)
     if size is not None and (limit is None or limit == math.inf):
@@ -87,78 +91,131 @@ def step_of(step: float, name: str, entry: Entry) -> float:
     return min(max(step, LEAST_STEP), MOST_STEP)
 
 
-def choose_step(
-    model: TaskModel, base: TensorSource, names: Sequence[str], keep: float | None = None, bits: float | None = None
-) -> Step:
-    """Returns the step at which the coded tensors of these names take `bits` per parameter, or at which the share `keep` of
-    their values get a change of their own."""
-    wanted = bits if keep is None else keep
-    assert wanted is not None
-    sample = _sample(model, base, names, every=False)
-    if not any(_square(tensor, prior) for _, _, tensor, prior in sample):  # as of an adapter that changes few tensors
-        sample = _sample(model, base, names, every=True)
-    if not sample:
-        return Step(EXACT)
-    shares: dict[float, float] = {}
-    gains: dict[float, float] = {}
-    counts = [count for _, count, *_ in sample]
-    lengths = [_square(tensor, prior) for _, _, tensor, prior in sample]
-    whole = sum(count * square for count, square in zip(counts, lengths))
+def search(
+    measure: Callable[[float], float],
+    step: float,
+    wanted: float,
+    most: float,
+    rounds: int,
+    tried: dict[float, float],
+    close: float = 1.02,
+) -> tuple[float, float]:
+    """Searches for the step at which `measure`, which falls as the step grows, gives nearly `wanted`, and at most `most`.
 
-    def measure(step: float) -> float:
+    Args:
+        step: the first to try.
+        rounds: steps to try at most.
+        tried: amounts that are known, by step; receives those that are measured.
+        close: quotient of two steps between which no other is tried.
+
+    Returns:
+        The best step, and the next smaller one that gives too much; 0 if none was tried. They differ by little unless the
+        rounds did not suffice. If all give too much, the largest step and 0.
+    """
+    limits = max(step / FARTHEST, LEAST_STEP), min(step * FARTHEST, MOST_STEP)
+    for jump in range(1, rounds + 1):
+        above = max((one for one, amount in tried.items() if amount > most), default=0.0)
+        below = min((one for one, amount in tried.items() if amount <= most), default=math.inf)
+        if tried.get(below, 0) >= (1 - NEAR) * wanted or below <= close * above:
+            break
+        if 0 < above and below < math.inf:  # interpolates between the logarithms, and halves their distance, in turn
+            part = math.log(tried[above] / wanted) / math.log(tried[above] / max(tried[below], TINY))
+            step = above * (below / above) ** (min(max(part, 0.1), 0.9) if jump % 2 else 0.5)
+        elif tried:
+            *_, before, last = [math.nan, *sorted(tried, reverse=above == 0)]
+            factor = (max(tried[last], TINY) / wanted) ** 0.75 * (1.1 if above else 0.9)
+            is_flat = abs(tried[last] - tried.get(before, math.inf)) < FLAT * wanted
+            step = limits[above > 0] if is_flat else last * min(max(factor, 8.0**-jump), 8.0**jump)
+            step = min(max(step, limits[0]), limits[1])
+        if step in tried:
+            break
+        tried[step] = measure(step)
+    above = max((one for one, amount in tried.items() if amount > most), default=0.0)
+    below = min((one for one, amount in tried.items() if amount <= most), default=0.0)
+    return (below, above) if below else (above, 0.0)
+
+
+def those_finer(coarse: Mapping[str, float], fine: Mapping[str, float], wanted: float) -> set[str]:
+    """Returns names of tensors that take a finer step, so that the amounts of all are nearly `wanted` in total, and not more.
+
+    Args:
+        coarse, fine: the tensors' amounts in either step.
+    """
+    left, names = wanted - sum(coarse.values()), set()
+    for name in sorted(coarse, key=lambda name: coarse[name] - fine[name]):
+        if 0 < fine[name] - coarse[name] <= left:
+            names.add(name)
+            left -= fine[name] - coarse[name]
+    return names
+
+
+class Sample:
+    """A sample of the tensors that a task codes, to choose the step.
+
+    It has the tensors at places spread evenly over all values, half of the places by the number of values and half by the size
+    of their changes. Of small models, and of those that changed in no place, it has all tensors.
+
+    Args:
+        model, base: the task, and the model that it was fine-tuned from.
+        names: of the tensors.
+        keep: measure the share of values with a change of their own, instead of the bits per parameter.
+    """
+
+    def __init__(self, model: TaskModel, base: TensorSource, names: Sequence[str], keep: bool):
+        self._model, self._keep = model, keep
+        sizes = np.array([math.prod(model.tensors.entry(name).shape) for name in names], np.float64)
+        if sizes.sum() <= FEW_VALUES:
+            weights, most = sizes, FEW_VALUES
+        else:
+            energies = sizes * [_square(*_pair(model, base, name, GLANCE)) for name in names]
+            shares = sizes / sizes.sum() / 2 + (energies / energies.sum() / 2 if energies.any() else 0)
+            ends = np.cumsum(shares / shares.sum())
+            places = np.searchsorted(ends, (np.arange(PLACES) + 0.5) / PLACES)
+            weights, most = np.bincount(places, minlength=len(names)) * sizes / shares / PLACES, MOST_VALUES
+        self._tensors = [
+            (name, float(weight), *_pair(model, base, name, most)) for name, weight in zip(names, weights) if weight
+        ]
+        self._squares = [_square(tensor, prior) for _, _, tensor, prior in self._tensors]
+        self._values = sum(weight for _, weight, *_ in self._tensors)
+        self._whole = sum(weight * square for (_, weight, *_), square in zip(self._tensors, self._squares))
+        self._gains: dict[float, float] = {}
+
+    def first_step(self) -> float:
+        """Returns a step to begin with; 0 if nothing in the sample changed. One huge change does not count."""
+        sizes = sorted((square, weight) for (_, weight, *_), square in zip(self._tensors, self._squares) if square)
+        middle = np.searchsorted(np.cumsum([weight for _, weight in sizes]), sum(weight for _, weight in sizes) / 2)
+        return FIRST_STEP * math.sqrt(sizes[middle][0]) if sizes else 0.0
+
+    def measure(self, step: float) -> float:
         """Returns what a step makes of the sample: bits per parameter, or the share of values."""
 
         def encode(i: int) -> tuple[float, float]:
-            name, count, tensor, prior = sample[i]
-            made = coarsened(tensor, prior, step_of(step, name, model.tensors.entry(name)))
-            amount = 8 * len(made.payload) if keep is None else made.numbers
-            return count * amount / math.prod(tensor.shape), count * _square(made.tensor, prior)
+            name, weight, tensor, prior = self._tensors[i]
+            coarse = coarsened(tensor, prior, step_of(step, name, self._model.tensors.entry(name)))
+            amount = coarse.numbers if self._keep else 8 * len(coarse.payload)
+            return weight * amount / math.prod(tensor.shape), weight * _square(coarse.tensor, prior)
 
-        made = in_threads(encode, len(sample), threads_for(sum(tensor.data.size for _, _, tensor, _ in sample)))
-        amount, square = (sum(column) for column in zip(*made))
-        shares[step], gains[step] = amount / sum(counts), min(math.sqrt(whole / square), MOST_GAIN) if square else 1.0
-        return shares[step]
+        count = len(self._tensors)
+        parts = in_threads(encode, count, threads_for(sum(tensor.data.size for *_, tensor, _ in self._tensors)))
+        amount, square = (sum(column) for column in zip(*parts))
+        self._gains[step] = min(math.sqrt(self._whole / square), MOST_GAIN) if square else 1.0
+        return amount / self._values
 
-    step, aim = FIRST_STEP * math.sqrt(whole / sum(counts)), (1 - NEAR / 2) * wanted
-    above, below = 0.0, math.inf  # steps that give more than wanted, and at most that
-    while step and len(shares) < ROUNDS:
-        if measure(step) > wanted:
-            above = max(above, step)
-        else:
-            below = min(below, step)
-            if shares[step] > (1 - NEAR) * wanted:
-                break
-        if above and below < math.inf:  # interpolates between the logarithms
-            part = math.log(shares[above] / aim) / math.log(shares[above] / max(shares[below], TINY))
-            step = above * (below / above) ** min(max(part, 0.1), 0.9)
-        else:
-            step *= min(max((shares[step] / aim) ** 0.75, 0.2), 5) * (1.1 if above else 0.9)
-    chosen = below if below < math.inf else above
-    return Step(chosen, gains.get(chosen, 1.0))
+    def step(self, size: float) -> Step:
+        """Returns a step with its gain."""
+        if size not in self._gains and self._whole:
+            self.measure(size)
+        return Step(size, self._gains.get(size, 1.0))
 
 
-def _sample(
-    model: TaskModel, base: TensorSource, names: Sequence[str], every: bool
-) -> list[tuple[str, int, RawTensor, RawTensor]]:
-    """Returns tensors with the number of places in them, as they are in the model and in the base. Large ones are cut to rows
-    that are spread evenly. With `every`, all tensors that changed, in full."""
-    ends = np.cumsum([math.prod(model.tensors.entry(name).shape) for name in names])
-    places = (np.arange(PLACES) + 0.5) * (ends[-1] / PLACES)
-    counts, most = Counter(np.searchsorted(ends, places, side="right").tolist()), MOST_VALUES
-    if every or ends[-1] <= FEW_VALUES:
-        counts, most = Counter(dict(enumerate(np.diff(ends, prepend=0).tolist()))), int(ends[-1])
-    sample = []
-    for index, count in counts.items():
-        name = names[index]
-        tensor, prior = model.tensors.read(name), base.read(base.twin_of(name) or name)
-        if not tensor.shape:
-            continue
-        rows = min(tensor.shape[0], prior.shape[0])
-        kept = np.arange(0, rows, max(1, -(-math.prod(tensor.shape) // most)))
-        tensor, prior = _rows(tensor, kept), _rows(prior, kept)
-        if not every or _square(tensor, prior):
-            sample.append((name, count, tensor, prior))
-    return sample
+def _pair(model: TaskModel, base: TensorSource, name: str, most: int) -> tuple[RawTensor, RawTensor]:
+    """Returns a tensor of a task and the base's, cut to about `most` values in rows that are spread evenly."""
+    tensor, prior = model.tensors.read(name), base.read(base.twin_of(name) or name)
+    if not tensor.shape:
+        return tensor, prior
+    rows = min(tensor.shape[0], prior.shape[0])
+    kept = np.arange(0, rows, max(1, -(-math.prod(tensor.shape) // most)))
+    return _rows(tensor, kept), _rows(prior, kept)
 
 
 def _rows(tensor: RawTensor, rows: np.ndarray) -> RawTensor:

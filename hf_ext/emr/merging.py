@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,14 +13,15 @@ from transformers import PreTrainedModel
 from transformers.utils.logging import get_logger
 
 from hf_ext.display import markdown_table, megabytes
-from hf_ext.emr.coding import CODED, ELECTED, Budget, budget_of
+from hf_ext.emr.checks import require_closer
+from hf_ext.emr.coding import CODED, ELECTED, NEAR, Budget, budget_of
 from hf_ext.emr.folder import MergeFolder, task_files_into
 from hf_ext.emr.layout import files_of, older_files, require_name, task_files, task_folder
 from hf_ext.emr.reports import COLUMNS, MergeReport, TaskReport
 from hf_ext.emr.tasks import Task, open_task, require_one_structure, with_one_name_each
 from hf_ext.emr.writing import RESCALE, MergeWriter
 from hf_ext.errors import CheckpointError, CorruptFileError
-from hf_ext.integration.cards import class_of, write_card
+from hf_ext.integration.cards import CARD, class_of, write_card
 from hf_ext.storage.checkpoint import holds_weights
 from hf_ext.storage.files import require_another_folder, scan, staged_folder
 from hf_ext.storage.guards import require_new
@@ -31,6 +33,9 @@ from hf_ext.storage.prefetch import Prefetcher, progress
 from hf_ext.storage.source import TensorSource
 
 logger = get_logger(__name__)
+
+PASSES = 4  # writes of a folder of a given size, at most
+USEFUL_BITS = 0.05  # per parameter and task: the fewest that an error recommends
 
 
 def merge(
@@ -262,27 +267,40 @@ def _write(
             require_another_folder(written, needed)
         require_one_structure(models)
         models = with_one_name_each(models, base)
-        while True:
-            writer = MergeWriter(base, config_of(base), models, stage, merged, accept_conflicts, budget)
+        amounts: dict[str, dict[float, dict[str, float]]] = {}
+        for _ in range(PASSES):
+            writer = MergeWriter(base, config_of(base), models, stage, merged, accept_conflicts, budget, amounts)
             writer.write(rescale, max_shard_size)
             finished = report(stage)
-            if budget is None or budget.size is None or finished.bytes <= budget.size:
+            write_card(
+                stage,
+                "emr",
+                [base.name, *folders],
+                "merge",
+                target=out,
+                tags=["emr-merging", "merge"],
+                revision=base.revision,
+                model_class=class_of(stage),
+                tasks=[task.task for task in finished.tasks],
+                size=megabytes(finished.bytes),
+                figures=markdown_table(COLUMNS, finished.rows()),
+            )
+            if budget is None or budget.size is None:
                 break
-            # The sample took too few bits. `reserved` grows until the folder fits, or nothing is left for the tasks.
-            budget = budget._replace(reserved=budget.reserved + 3 * (finished.bytes - budget.size) // 2)
-        write_card(
-            stage,
-            "emr",
-            [base.name, *folders],
-            "merge",
-            target=out,
-            tags=["emr-merging", "merge"],
-            revision=base.revision,
-            model_class=class_of(stage),
-            tasks=[task.task for task in finished.tasks],
-            size=megabytes(finished.bytes),
-            figures=markdown_table(COLUMNS, finished.rows()),
-        )
+            folder_bytes = _size(stage, out)
+            left = budget.size - (folder_bytes - writer.coded_bytes)
+            if folder_bytes <= budget.size and writer.coded_bytes >= (1 - 2 * NEAR) * left:
+                break
+            budget = budget._replace(uncoded=budget.size - left)
+        if budget and budget.size is not None and folder_bytes > budget.size:
+            rest, parameters = folder_bytes - writer.coded_bytes, sum(task.parameters for task in finished.tasks)
+            enough = rest + math.ceil(1.1 * max(writer.coded_bytes, USEFUL_BITS / 8 * parameters))
+            raise CheckpointError(
+                f"A folder of {budget.size} bytes is too small: all but the coded changes (heads, tokenizers, names) takes "
+                f"{rest} bytes. Give at least {enough} bytes."
+            )
+        if budget and not accept_conflicts:
+            require_closer({task.task: (task.relative, task.cosine) for task in finished.tasks if task.task in tasks}, True)
     for task in finished.tasks:
         if task.relative >= 1:
             logger.warning(
@@ -290,6 +308,12 @@ def _write(
                 + (": it conflicts with the other tasks." if task.step is None else ". Give it more bits.")
             )
     return finished
+
+
+def _size(stage: Path, out: Path) -> int:
+    """Returns the bytes of a merge's folder whose files are in `stage`, with the model card that `out` may have already."""
+    files = [stage / path for path in scan(stage)] + [out / CARD] * (not (stage / CARD).exists())
+    return sum(path.stat().st_size for path in files if path.is_file())
 
 
 def _folder_of(name: str | os.PathLike) -> Path:

@@ -113,6 +113,16 @@ class TaskWriter:
             self._parts.write(tensor.data)
             self._entries[key] = Entry(tensor.dtype, tensor.shape, begin, begin + tensor.data.size)
 
+    def clear(self) -> None:
+        """Removes all entries."""
+        self._parts.truncate(0)
+        self._entries.clear()
+
+    @property
+    def size(self) -> int:
+        """The bytes of all entries."""
+        return sum(entry.nbytes for entry in self._entries.values())
+
     def finish(self, record: TaskRecord) -> None:
         """Writes the file and fills in `record.checksums`."""
         placed, end = {}, 0

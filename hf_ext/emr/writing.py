@@ -4,15 +4,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import starmap
 from pathlib import Path
 
 import numpy as np
 import xxhash
 
-from hf_ext.display import megabytes
 from hf_ext.emr import election
 from hf_ext.emr.checks import Ballot, TaskModel, require_closer, require_fine_tune
-from hf_ext.emr.coding import CHUNK, ENTRY, LEAST_BITS, Budget, Step, choose_step, step_of, sums_of
+from hf_ext.emr.coding import (
+    CHUNK,
+    CLOSE,
+    CODINGS,
+    ENTRY,
+    EXACT,
+    LEAST_BITS,
+    NEAR,
+    ROUNDS,
+    Budget,
+    Sample,
+    Step,
+    search,
+    step_of,
+    sums_of,
+    those_finer,
+)
 from hf_ext.emr.folder import MergeFolder
 from hf_ext.emr.layout import files_of, task_folder
 from hf_ext.emr.modulators import CODE, FILE, OWN, ROWS, Modulated, TaskFile, TaskRecord, TaskWriter, copy_task
@@ -25,7 +41,7 @@ from hf_ext.storage.delta.writer import write_delta
 from hf_ext.storage.files import copy, write_json
 from hf_ext.storage.native import WIDTHS, cast
 from hf_ext.storage.plain_writer import shards_of
-from hf_ext.storage.prefetch import threads_for
+from hf_ext.storage.prefetch import Prefetcher, progress, threads_for
 from hf_ext.storage.safetensors_file import RawTensor, float_name
 from hf_ext.storage.source import TensorSource
 
@@ -45,6 +61,7 @@ class MergeWriter:
         standing: a merge to add tasks to, or to remove tasks from. The tasks that stay keep all their bits.
         accept_conflicts: as in `merge`.
         budget: the size of the new tasks if they are coded. Coded tasks do not vote.
+        amounts: by new task and step, what each tensor takes; receives those of the steps that are tried.
     """
 
     def __init__(
@@ -56,16 +73,18 @@ class MergeWriter:
         standing: MergeFolder | None,
         accept_conflicts: bool,
         budget: Budget | None,
+        amounts: dict[str, dict[float, dict[str, float]]],
     ):
         self.base, self.models, self.out, self.standing = base, models, out, standing
         self.ballot = Ballot(base, base_config, models, standing)
         self.holders, self.voters = self.ballot.holders, self.ballot.voters
-        self.accept_conflicts, self.budget = accept_conflicts, budget
+        self.accept_conflicts, self.budget, self.amounts = accept_conflicts, budget, amounts
         new = [model for model in models if standing is None or model.task not in standing.files]
         self.writers = {model: TaskWriter(out / task_folder(model.task) / FILE) for model in new}
         self.sums: dict[TaskModel, dict[str, np.ndarray]] = {model: {} for model in new}
-        self.steps: dict[TaskModel, Step] = {}
+        self.steps: dict[TaskModel, dict[str, Step]] = {}
         self.numbers: dict[TaskModel, dict[str, int]] = {model: {} for model in new}  # coded changes of single values
+        self.coded_bytes = 0  # of all new tasks
         self.priors: dict[str, str] = {}  # elected tensor -> checksum of the base's, in its type
 
     def write(self, rescale: str, max_shard_size: int | str) -> None:
@@ -74,7 +93,7 @@ class MergeWriter:
             if rescale not in RESCALE:
                 raise CheckpointError(f"rescale={rescale!r} is not supported; choose one of: {', '.join(RESCALE)}.")
             if self.budget:
-                self._choose_steps(self.budget)
+                self._code_tasks(self.budget)
             elif self.writers and not self.accept_conflicts:
                 self._require_agreement(rescale)
             tensors = {name: self.ballot.stored(name) for name in self.holders}
@@ -85,9 +104,9 @@ class MergeWriter:
                 folder.mkdir(exist_ok=True)
                 write_json(folder / CONFIG, model.config)
             records = {model: self._record(model, digest, rescale) for model in self.writers}
-            if not self.accept_conflicts:
+            if not (self.accept_conflicts or self.budget):
                 figures = {task.task: (task.report["relative"], task.report["cosine"]) for task in records.values()}
-                require_closer(figures, self.budget is not None)
+                require_closer(figures)
             for model in self.models:
                 if model in self.writers:
                     self.writers[model].finish(records[model])
@@ -121,11 +140,7 @@ class MergeWriter:
             return self.holders[name].tensors.read(name)
         twin, width = self.ballot.twin(name), WIDTHS[dtype]
         base = self.base.read(twin)
-        voters = [model for model in self.voters[name] if model in self.writers]
-        if self.budget:
-            for model in voters:
-                self._code(model, name, base)
-            voters = []
+        voters = [model for model in self.voters[name] if model in self.writers and not self.budget]
         tensors = [model.tensors.read(name) for model in voters]
         values, base_width = math.prod(shape), WIDTHS[base.dtype]
         if voters and self.standing is None:
@@ -185,26 +200,83 @@ class MergeWriter:
             )
         self.sums[model][name] = sums
 
-    def _code(self, model: TaskModel, name: str, base: RawTensor) -> None:
-        """Gives a coded tensor to the writer of its task."""
-        tensor, entry = model.tensors.read(name), model.tensors.entry(name)
-        step, threads = self.steps[model], threads_for(tensor.data.size)
-        size = step_of(step.size, name, entry)
-        coarse = coarsened(tensor, base, size, step.gain, name, self.ballot.twin(name), threads)
+    def _code_tasks(self, budget: Budget) -> None:
+        """Codes all tensors of each new task that are made from the base's, in the steps that give the size asked for."""
+        names = {model: [name for name, voters in self.voters.items() if model in voters] for model in self.writers}
+        for model, coded in names.items():
+            if wide := [name for name in coded if model.tensors.entry(name).dtype == "F64" and self._values(model, [name]) > 1]:
+                raise CheckpointError(
+                    f"Tensor '{wide[0]}' of {model} is of type float64, which cannot be coded. Save the model in float32."
+                )
+        if budget.size is None:
+            wanted = budget.bits or budget.keep or 0.0
+        else:
+            uncoded = self._uncoded(names) if budget.uncoded is None else budget.uncoded
+            wanted = max(8 * (budget.size - uncoded) / sum(starmap(self._values, names.items())), LEAST_BITS)
+        for model, coded in names.items():
+            self._code_task(model, coded, wanted, budget)
+        self.coded_bytes = sum(writer.size for writer in self.writers.values())
+
+    def _code_task(self, model: TaskModel, names: Sequence[str], wanted: float, budget: Budget) -> None:
+        """Codes tensors in the step at which all together take `wanted` bits per parameter, or have the share `wanted` of
+        changes of single values. Measures that on a sample first, then on what is written. Between two steps that are close,
+        some tensors take the finer one."""
+        sample, values = Sample(model, self.base, names, budget.keep is not None), self._values(model, names)
+        amounts = self.amounts.setdefault(model.task, {})
+
+        def measure(size: float) -> float:
+            amounts[size] = self._code_all(model, dict.fromkeys(names, sample.step(size)), budget.keep is not None)
+            return sum(amounts[size].values()) / values
+
+        first = sample.first_step()
+        if not first:
+            measure(EXACT)  # nothing changed
+            return
+        aim, most = (wanted, (1 + NEAR) * wanted) if budget.size is None else ((1 - NEAR / 2) * wanted, wanted)
+        if not amounts:
+            first, _ = search(sample.measure, first, aim, most, ROUNDS, {})
+        tried = {size: sum(amount.values()) / values for size, amount in amounts.items()}
+        for close in CLOSE:
+            chosen, finer = search(measure, first, aim, most, CODINGS, tried, close)
+            names_finer = those_finer(amounts[chosen], amounts[finer], aim * values) if finer else set()
+            amount = sum(amounts[finer if name in names_finer else chosen][name] for name in names)
+            if amount >= (1 - NEAR) * aim * values:
+                break
+        steps = dict.fromkeys(names, sample.step(chosen)) | dict.fromkeys(names_finer, sample.step(finer))
+        if steps != self.steps.get(model):
+            self._code_all(model, steps, budget.keep is not None)
+
+    def _code_all(self, model: TaskModel, steps: Mapping[str, Step], keep: bool) -> dict[str, float]:
+        """Gives the tensors of a task, coded in these steps, to its writer, in place of those that it has. Returns their sizes
+        in bits; with `keep`, their numbers of changes of single values."""
+        self.writers[model].clear()
+        self.steps[model], amounts = dict(steps), dict[str, float]()
+        with progress(f"Coding {model.task}:", len(steps)) as bar:
+            sizes = {name: model.tensors.entry(name).nbytes for name in steps}
+            for name, payload in Prefetcher(lambda name: self._code(model, name), sizes):
+                amounts[name] = self.numbers[model][name] if keep else 8 * payload
+                bar.update()
+        return amounts
+
+    def _code(self, model: TaskModel, name: str) -> int:
+        """Gives a coded tensor to the writer of its task. Returns its size in bytes."""
+        twin = self.ballot.twin(name)
+        tensor, entry, base = model.tensors.read(name), model.tensors.entry(name), self.base.read(twin)
+        step, threads = self.steps[model][name], threads_for(tensor.data.size)
+        coarse = coarsened(tensor, base, step_of(step.size, name, entry), step.gain, name, twin, threads)
         self._add_sums(model, name, sums_of(tensor, base, coarse.tensor))
         self.writers[model].add_bytes(CODE + name, coarse.payload)
         self.numbers[model][name] = coarse.numbers
         model.tensors.release(name)
+        self.base.release(twin)
+        return len(coarse.payload)
 
-    def _choose_steps(self, budget: Budget) -> None:
-        """Sets the step of each new task, which codes all tensors that are made from the base's."""
-        names = {model: [name for name, voters in self.voters.items() if model in voters] for model in self.writers}
-        bits = budget.bits if budget.size is None else self._bits(budget.size - budget.reserved, names)
-        for model, coded in names.items():
-            self.steps[model] = choose_step(model, self.base, coded, budget.keep, bits)
+    @staticmethod
+    def _values(model: TaskModel, names: Sequence[str]) -> int:
+        return sum(math.prod(model.tensors.entry(name).shape) for name in names)
 
-    def _bits(self, size: int, names: Mapping[TaskModel, Sequence[str]]) -> float:
-        """Returns the bits per parameter and task that are left of a folder of this size in bytes, if there are enough."""
+    def _uncoded(self, names: Mapping[TaskModel, Sequence[str]]) -> int:
+        """Returns the bytes that all but coded tensors take in the folder, about."""
         first, fixed = self.models[0], ENTRY * len(self.holders)
         if self.standing:
             folder, files = self.standing.folder, self.standing.files
@@ -215,14 +287,7 @@ class MergeWriter:
             own = {*model.tensors.names()} - {*coded}
             own = {name for name in own if self.holders[name] is model or not self.ballot.is_held(model, name)}
             fixed += ENTRY * len(coded) + sum(ENTRY + model.tensors.entry(name).nbytes for name in own)
-        values = sum(math.prod(model.tensors.entry(name).shape) for model, coded in names.items() for name in coded)
-        least = fixed + math.ceil(LEAST_BITS / 8 * values)
-        if size < least:
-            raise CheckpointError(
-                f"A folder of {megabytes(size)} is too small: {megabytes(fixed)} are for what is not coded (heads, tokenizers, "
-                f"names). Give a size of more than {megabytes(least)}."
-            )
-        return 8 * (size - fixed) / values
+        return fixed
 
     def _elect(
         self, dtype: str, prior: np.ndarray, tasks: Sequence[np.ndarray], elected: np.ndarray, threads: int = 1
@@ -321,7 +386,7 @@ class MergeWriter:
         record.report = figures_of(scales, sums, values)
         if self.budget:
             share = sum(self.numbers[model].values()) / max(record.report["parameters"], 1)
-            record.report |= {"step": self.steps[model].size, "density": share, "conflicts": 0.0}
+            record.report |= {"step": max(step.size for step in self.steps[model].values()), "density": share, "conflicts": 0.0}
         return record
 
     def _resized(self, model: TaskModel, name: str) -> int | None:

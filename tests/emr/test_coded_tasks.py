@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from copy import deepcopy
 from dataclasses import replace
+from decimal import Decimal
 
 import numpy as np
 import pytest
@@ -147,7 +149,9 @@ def test_what_cannot_be_coded_is_one_error_and_nothing_is_written(tmp_path, fold
         ({"keep": "0.5"}, "keep='0.5' is not a share"),
         ({"size": "-3MB"}, "size='-3MB' is not a size"),
         ({"size": "0"}, "is not a size"),
-        ({"size": "20KB"}, "too small: .* Give a size of more than"),
+        ({"bits": [1]}, r"bits=\[1\] is out of range"),
+        ({"bits": Decimal(1)}, "out of range"),
+        ({"size": "20KB"}, "A folder of 20000 bytes is too small: .* Give at least"),
         ({"keep": 0.5, "size": "1MB"}, "keep and size are given; give one"),
         ({"method": "emr", "bits": 1}, "bits: only the method 'switch'"),
         ({"method": "dare"}, "choose one of: emr, switch"),
@@ -184,6 +188,52 @@ def test_a_task_that_changes_few_tensors_is_coded_by_those(tmp_path, monkeypatch
     assert report.tasks[0].relative < 0.5 and report.tasks[0].bits < 0.6
 
 
+CHANGES = {
+    "even": dict.fromkeys(range(24), 1e-3),
+    "one layer": {0: 0.03} | dict.fromkeys(range(1, 24), 1e-4),
+    "another layer": {22: 0.03},
+    "one value": dict.fromkeys(range(24), 1e-3),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("asked", [{"bits": 0.3}, {"keep": 0.02}], ids=str)
+def test_what_is_written_takes_what_was_asked_whichever_layer_changed(tmp_path, monkeypatch, dtype, change, asked):
+    generator = torch.Generator().manual_seed(0)
+    base = {f"layers.{i}.up.weight": torch.randn(64, 256, generator=generator) / 8 for i in range(24)}
+    tuned = {
+        name: tensor + CHANGES[change].get(i, 0) * torch.randn(tensor.shape, generator=generator)
+        for i, (name, tensor) in enumerate(base.items())
+    }
+    if change == "one value":
+        tuned["layers.5.up.weight"][3, 4] = 6e4
+    for folder, tensors in (("base", base), ("task", tuned)):
+        write_folder(tmp_path / folder, {name: tensor.to(dtype) for name, tensor in tensors.items()})
+    monkeypatch.setattr(coding, "FEW_VALUES", 0)
+    monkeypatch.setattr(coding, "PLACES", 8)
+    monkeypatch.setattr(coding, "MOST_VALUES", 1 << 12)
+    options = {"method": "switch", "accept_conflicts": True} | asked
+    [task] = emr.merge(tmp_path / "base", {"t": tmp_path / "task"}, tmp_path / "out", **options).tasks
+    assert asked.get("bits", task.bits) == pytest.approx(task.bits, rel=0.05)
+    assert asked.get("keep", task.density) == pytest.approx(task.density, rel=0.05)
+
+
+@pytest.mark.parametrize("bits", [2, 8])
+def test_the_names_of_a_small_model_count(tmp_path, bits):
+    for folder, tensors in (("base", weights()), ("task", fine_tune(weights()))):
+        write_folder(tmp_path / folder, tensors)
+    [task] = emr.merge(tmp_path / "base", {"t": tmp_path / "task"}, tmp_path / "out", method="switch", bits=bits).tasks
+    assert task.bits == pytest.approx(bits, rel=0.05)
+
+
+def test_float64_is_refused(tmp_path):
+    for folder, tensors in (("base", weights(torch.float64)), ("task", fine_tune(weights(torch.float64)))):
+        write_folder(tmp_path / folder, tensors)
+    with pytest.raises(CheckpointError, match="is of type float64, which cannot be coded. Save the model in float32"):
+        emr.merge(tmp_path / "base", {"t": tmp_path / "task"}, tmp_path / "out", method="switch")
+
+
 @pytest.mark.parametrize("size", [100_000, "100KB"])
 def test_a_folder_takes_at_most_the_size_that_was_asked_for(tmp_path, size):
     base = {"up.weight": torch.randn(512, 512), "norm.weight": torch.ones(512)}
@@ -191,8 +241,17 @@ def test_a_folder_takes_at_most_the_size_that_was_asked_for(tmp_path, size):
     for seed in (1, 2):
         write_folder(tmp_path / f"t{seed}", fine_tune(base, seed))
     tasks = {f"t{i}": tmp_path / f"t{i}" for i in (1, 2)}
-    report = emr.merge(tmp_path / "base", tasks, tmp_path / "out", method="switch", size=size)
-    assert 75_000 < report.bytes <= 100_000
+
+    def written(size: int | str) -> int:
+        emr.merge(tmp_path / "base", tasks, tmp_path / "out", method="switch", size=size)
+        return sum(path.stat().st_size for path in (tmp_path / "out").rglob("*") if path.is_file())
+
+    assert 90_000 < written(size) <= 100_000
+    assert written(40_000) <= 40_000  # with the card of the merge before
+    with pytest.raises(CheckpointError, match="A folder of 2000 bytes is too small") as error:
+        written(2000)
+    advised = int(re.search(r"Give at least (\d+) bytes", str(error.value))[1])
+    assert written(advised) <= advised < 30_000
 
 
 def test_each_damaged_byte_and_a_changed_base_are_noticed(tmp_path, folders):

@@ -31,6 +31,8 @@ def tensors(base_type: str, task_type: str, seed: int) -> dict[str, torch.Tensor
 @pytest.mark.parametrize("task_type", FLOATS)
 @pytest.mark.parametrize("base_type", FLOATS)
 def test_a_flipped_bit_of_the_base_is_found_or_harmless(tmp_path, base_type, task_type, method):
+    if (task_type, method) == ("F64", "switch"):
+        pytest.skip("float64 cannot be coded")
     base = write_folder(tmp_path / "base", tensors(base_type, task_type, 0))
     tasks = {f"t{seed}": write_folder(tmp_path / f"t{seed}", tensors(base_type, task_type, seed)) for seed in (1, 2)}
     emr.merge(base, tasks, tmp_path / "merged", **METHODS[method])

@@ -591,8 +591,8 @@ def test_a_task_is_not_written_over(tmp_path, folders):
     shutil.copytree(tasks["cr"], tmp_path / "task-cr")
     before = contents(tmp_path / "task-cr")
     with pytest.raises(CheckpointError, match="cannot be overwritten"):
-        emr.merge(base, {"cr": tmp_path / "task-cr"}, tmp_path)
-    emr.merge(base, {"trec": tmp_path / "task-cr"}, tmp_path)
+        emr.merge(base, {"cr": tmp_path / "task-cr"}, tmp_path, overwrite=True)
+    emr.merge(base, {"trec": tmp_path / "task-cr"}, tmp_path, overwrite=True)
     assert contents(tmp_path / "task-cr") == before
 
 
