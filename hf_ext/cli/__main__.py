@@ -26,9 +26,9 @@ def main() -> int:
         print("hf-ext: interrupted.", file=sys.stderr)
         return 130
     finally:
-        for number in received[:1]:
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
+        if received:
+            signal.signal(received[0], signal.SIG_DFL)
+            signal.raise_signal(received[0])
 
 
 if __name__ == "__main__":
