@@ -126,6 +126,7 @@ def _open(other: str | os.PathLike, revision: str | None, hub: Hub) -> tuple[Ten
     source: TensorSource = open_checkpoint(name, revision, hub)
     if method not in ENCODINGS:
         raise CheckpointError(f"{source} is quantized ({method}). Give a checkpoint of plain or compressed weights.")
+    source.require_intact()  # before the first weight changes
     if (folder / ADAPTER_CONFIG).exists():  # beside the model that it belongs to: from_pretrained loads both
         from hf_ext.integration.adapter_source import AdapterSource  # PEFT takes its time to import
 
