@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from mmap import mmap
 from pathlib import Path
 from typing import Protocol
@@ -60,7 +61,7 @@ class Folder:
     def put(self, files: Mapping[str, bytes], remove: Collection[str] = ()) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
-            write_atomically(self.path / name, lambda beside, content=content: beside.write_bytes(content))
+            write_atomically(self.path / name, partial(Path.write_bytes, data=content))
         for name in remove:
             (self.path / name).unlink(missing_ok=True)
 
