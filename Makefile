@@ -5,6 +5,9 @@
 #   DATA=folder BBH=folder                data sets of `make bench` (benchmarks/fine_tunes.py, benchmarks/emr_generation.py)
 #   GLIBC=2.28                            `make wheel` for systems with this version of the C library, with Zig's compiler
 # The scripts in scripts/ explain their targets.
+# Continuous integration runs `test` and `test-slow`. The latter also builds the site with the packages of the extra `docs` only.
+# No test runs the other targets as they are, because they take minutes or require other environments. Most of them run in
+# .github/workflows or before a release (CONTRIBUTING.md).
 
 PYTHON ?= python3
 VENV ?= .venv

@@ -57,9 +57,10 @@ class _ImportWatcher(MetaPathFinder):
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if not self._waiting or name.partition(".")[0] not in self.PACKAGES:
             return None
-        specs = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+        finds = (getattr(finder, "find_spec", None) for finder in sys.meta_path if finder is not self)
+        specs = (find(name, path, target) for find in finds if find is not None)  # Python skips finders of older kinds, too
         spec = next((spec for spec in specs if spec is not None), None)
-        if spec is None or spec.loader is None:
+        if spec is None or spec.loader is None or not hasattr(spec.loader, "exec_module"):
             return spec
         loader, execute = spec.loader, spec.loader.exec_module
 

@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from processes import python
+from tiny_checkpoints import edit_config
 from tiny_merges import same_tensors, tensors_of, write_tasks
 from tiny_models import MODELS, assert_same_weights, fine_tuned
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BitsAndBytesConfig
@@ -193,6 +194,18 @@ def test_a_switch_without_host_support_changes_nothing(tmp_path, monkeypatch):
     del single.all_tied_weights_keys
     with pytest.raises(CheckpointError, match="Switching to another checkpoint does not work .*from_pretrained"):
         fm_delta.switch(single, tasks["cr"])
+
+
+@pytest.mark.parametrize("how", ["host", "config"])
+def test_a_model_that_cannot_be_built_is_an_error_of_merging(tmp_path, monkeypatch, how):
+    base, tasks = write_tasks(tmp_path, {"trec": 6, "cr": 2})
+    if how == "host":
+        monkeypatch.setattr(weight_plan.compat, "model_of", fails)
+    else:
+        for folder in tasks.values():
+            edit_config(folder, num_attention_heads=5)
+    with pytest.raises(CheckpointError, match="Transformers .* cannot build the Bert.* of .*trec.*Correct config.json"):
+        emr.merge(base, tasks, tmp_path / "merged")
 
 
 REGISTER = """

@@ -551,6 +551,26 @@ runpy.run_module("hf_ext.cli", run_name="__main__")
     assert (done.returncode, done.stderr) == (130, "hf-ext: interrupted.\n")
 
 
+@pytest.mark.parametrize("name, code", [("SIGINT", 130), ("SIGTERM", -15), ("SIGHUP", -1)])
+def test_a_signal_leaves_no_temporary_files(tmp_path, name, code):
+    pair(tmp_path)
+    before = contents(tmp_path)
+    script = f"""
+import runpy, signal, sys
+sent = []
+def interrupt(event, arguments):
+    if event == "open" and ".out.hf_ext-partial" in str(arguments[0]) and not sent:
+        sent.append(event)
+        signal.raise_signal(signal.{name})
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.addaudithook(interrupt)
+runpy.run_module("hf_ext.cli", run_name="__main__")
+"""
+    done = process("compress", "tuned", "--base", "base", "--out", "out", of=("-c", script), cwd=tmp_path)
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (code, "hf-ext: interrupted; nothing was written.")
+    assert contents(tmp_path) == before and {path.name for path in tmp_path.iterdir()} == {"base", "tuned"}
+
+
 def test_the_last_line_says_that_config_json_is_missing(folder, capsys):
     for name in ("tuned", "small"):
         (folder / name / "config.json").unlink()

@@ -78,6 +78,20 @@ def test_the_import_adds_its_entries_and_replaces_nothing():
     assert added - trees == expected
 
 
+def test_finders_of_an_older_kind_are_skipped():
+    code = """
+import sys
+class Finder:
+    def find_module(self, name, path=None): ...
+sys.meta_path.insert(0, Finder())
+import hf_ext, transformers
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+print(transformers.BertModel.__name__, "hf_ext.emr" in AUTO_QUANTIZER_MAPPING)
+"""
+    result = python("-c", code, hosts=False)
+    assert (result.returncode, result.stdout) == (0, "BertModel True\n"), result.stderr
+
+
 def test_registering_again_changes_nothing():
     register()
     assert AUTO_QUANTIZATION_CONFIG_MAPPING["hf_ext.fm_delta"] is FMDeltaConfig

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+from kills import without_exchange
 from peft import LoraConfig
 from tiny_checkpoints import contents, fine_tune, pair, weights, write_folder, write_safetensors
 from tiny_merges import plain, write_tasks
@@ -16,6 +19,7 @@ from typer.main import get_command
 from hf_ext import CheckpointError, TransLoraConfig, emr, fm_delta
 from hf_ext.cli.command import app
 from hf_ext.cli.main import main
+from hf_ext.storage.layout import OURS
 from hf_ext.trans_lora import transfer
 
 WRITERS = ("compress", "decompress", "merge", "add-task", "remove-task", "extract", "extract-lora")
@@ -95,6 +99,33 @@ def test_what_users_edit_in_a_result_stays(tmp_path, writer, file):
     assert contents(out) == before
     write(overwrite=True)
     assert contents(out) != before
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("start", ["new", "exchanged", "moved"])
+def test_files_are_on_the_disk_before_they_have_their_names(calls, tmp_path, monkeypatch, writer, start):
+    (write, other), out = calls[writer], tmp_path / "out"
+    if start != "new":
+        other(out)
+    if start == "moved":
+        without_exchange(monkeypatch)
+    before, flushed = {*entries(out)}, list[tuple[int, bool]]()
+
+    def flush(descriptor: int) -> None:
+        flushed.append((os.fstat(descriptor).st_ino, {*entries(out)} != before))
+        fsync(descriptor)
+
+    fsync = os.fsync
+    monkeypatch.setattr(os, "fsync", flush)
+    write(out, overwrite=start != "new")
+    new = {*entries(out)} - before
+    assert new and {(inode, False) for inode, _ in new} <= {*flushed}
+    assert ((out if start == "moved" else tmp_path).stat().st_ino, True) in flushed
+
+
+def entries(folder: Path) -> list[tuple[int, str]]:
+    """The inode and the path of every file below a folder."""
+    return [(path.stat().st_ino, str(path)) for path in folder.rglob("*") if path.is_file() and OURS not in str(path)]
 
 
 @pytest.mark.parametrize("writer", WRITERS)

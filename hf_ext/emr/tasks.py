@@ -80,7 +80,7 @@ def with_one_name_each(models: Sequence[TaskModel], base: TensorSource) -> list[
 
     A model that breaks a tie keeps the tied weight under its own name. The others have that name in their `ties`.
     """
-    if skeleton := skeleton_of(models[0].config):
+    if skeleton := skeleton_of(models[0].config, models[0]):
         for model in models:
             if ignored := ignored_weight(skeleton, model.tensors.names()):
                 raise CheckpointError(

@@ -68,7 +68,7 @@ class ModelFolder:
 
     @classmethod
     def open_compressed(cls, path: Path, base: str | os.PathLike | None = None) -> ModelFolder:
-        """Opens a compressed folder, or one compressed file.
+        """Opens a compressed folder, or one compressed file. Checks all payloads.
 
         Args:
             base: folder or Hub id of the base, if it is no longer where config.json says.
@@ -81,7 +81,10 @@ class ModelFolder:
         for place in compressed_in(path):
             files = open_files(path / place)
             require_one_model(files, path / place)
+            for file in files:
+                file.require_intact()
             source = open_base(files, None if base is None else within(absolute(base), place))
+            source.require_intact()
             models.append(Model(place, [RestoredFile(file, source) for file in files], source))
         return cls(path if path.is_dir() else path.parent, models)
 

@@ -124,6 +124,7 @@ def _open(other: str | os.PathLike, revision: str | None, hub: Hub) -> tuple[Ten
     require_unquantized(folder)
     config.pop("quantization_config", None)
     source: TensorSource = open_checkpoint(name, revision, hub)
+    source.require_intact()  # before the first weight changes
     if (folder / ADAPTER_CONFIG).exists():  # beside the model that it belongs to: from_pretrained loads both
         from hf_ext.integration.adapter_source import AdapterSource  # PEFT takes its time to import
 

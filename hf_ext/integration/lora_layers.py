@@ -301,9 +301,7 @@ def _module_of(parameter: str) -> str:
 def _skeleton(folder: Path) -> PreTrainedModel:
     """Returns the model that a folder's config.json describes, without weights."""
     config = read_config(folder / CONFIG)
-    if (model := skeleton_of(config)) is None:
+    if (model := skeleton_of(config, folder)) is None:
         name = (config.get("architectures") or ["no class"])[0]
-        raise CheckpointError(
-            f"The {CONFIG} of {folder} names {name}, which is no model class of Transformers, or has settings that it refuses."
-        )
+        raise CheckpointError(f"The {CONFIG} of {folder} names {name}, which is no model class of Transformers.")
     return model

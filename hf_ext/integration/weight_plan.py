@@ -92,17 +92,23 @@ def ignored_weight(model: PreTrainedModel, names: Iterable[str]) -> tuple[str, s
     return next(((name, target) for name in ignored if (target := empty.twin_of(name))), None)
 
 
-def skeleton_of(config: dict) -> PreTrainedModel | None:
-    """Returns the model of a config.json, without weights; None if Transformers has no class of that name or refuses the
-    configuration."""
+def skeleton_of(config: dict, owner: object) -> PreTrainedModel | None:
+    """Returns the model of a config.json, without weights; None if Transformers has no class of that name.
+
+    Raises:
+        CheckpointError: the class of `owner` cannot be built: Transformers refuses the configuration, or has changed.
+    """
     kind = getattr(transformers, str((config.get("architectures") or [""])[0]), None)
     if not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):
         return None
     try:
         with torch.device("meta"), compat.no_init_weights():
             return compat.model_of(kind, compat.config_of(kind.config_class, config))  # type: ignore[attr-defined]
-    except Exception:  # a stranger's file may hold anything
-        return None
+    except Exception as error:  # a stranger's file may hold anything
+        raise CheckpointError(
+            f"Transformers {transformers.__version__} cannot build the {kind.__name__} of {owner} "
+            f"({type(error).__name__}: {error}). Correct config.json, or install a version that loads the model."
+        ) from error
 
 
 def ties_of(model: PreTrainedModel | None, *files: Collection[str]) -> Ties:

@@ -3,6 +3,7 @@
 A folder is written beside its place, as a stage, and then exchanged with what is there, in one step of the file system (Linux).
 Where that is not possible, the files of the stage move one by one: the old configuration goes first and the new one comes last,
 so that an interrupted move leaves a folder that does not load. The next write to the folder completes the move.
+All of it is on the disk before it gets its place, so that this holds for a crash of the machine too.
 """
 
 from __future__ import annotations
@@ -127,13 +128,17 @@ def _may_be_exchanged(target: Path) -> bool:
 
 def _publish(stage: Path, target: Path, stale: set[Path], replaces: bool) -> None:
     """Makes the files of a stage those of `target`. Unless `replaces` is true, they must replace no other files."""
-    files = {path for path, entry in scan(stage).items() if not stat.S_ISDIR(entry.st_mode)}
+    entries = scan(stage)
+    files = {path for path, entry in entries.items() if not stat.S_ISDIR(entry.st_mode)}
     _require_places(files, target)
     if not replaces:
         require_new(files, stage, target)
+    for path in (*(path for path, entry in entries.items() if not stat.S_ISLNK(entry.st_mode)), Path()):
+        _flush(stage / path)
     if not os.path.lexists(target):
         try:
-            return os.rename(stage, target)
+            os.rename(stage, target)
+            return _flush(target.parent)
         except OSError:
             if not os.path.lexists(target):  # else another process has just created it, for example in distributed training
                 raise
@@ -142,6 +147,7 @@ def _publish(stage: Path, target: Path, stale: set[Path], replaces: bool) -> Non
         return
     moves = {"files": [path.as_posix() for path in files], "dropped": [path.as_posix() for path in dropped]}
     (stage / MOVES).write_text(json.dumps(moves), encoding="utf-8")
+    _flush(stage / MOVES)
     os.rename(stage, target / MOVING)
     _complete_move(target)
 
@@ -166,6 +172,7 @@ def _exchanged(stage: Path, target: Path, files: set[Path], dropped: set[Path]) 
         return False
     if not _exchange(stage, target):
         return False
+    _flush(target.parent)
     # Other processes may have written into the folder meanwhile, for example in distributed training.
     for path, entry in scan(stage).items():
         new = path not in before or before[path].st_ino != entry.st_ino
@@ -199,6 +206,7 @@ def _complete_move(target: Path) -> None:
             if os.path.lexists(stage / path):
                 (target / path).parent.mkdir(parents=True, exist_ok=True)
                 os.replace(stage / path, target / path)
+        _flush(target)
     _delete(stage)
 
 
@@ -225,6 +233,17 @@ def _require_places(files: Iterable[Path], target: Path) -> None:
     for folder in {target / parent for path in files for parent in path.parents if parent != Path()}:
         if folder.is_symlink():
             raise CheckpointError(f"{folder} is a link, and files are to be written into a folder of that name. Move it away.")
+
+
+def _flush(path: Path) -> None:
+    """Writes a file or the names in a folder to the disk, if the system caches them."""
+    # Some file systems cannot flush folders. The mode of a file, which may be a copy, may forbid to open it.
+    with contextlib.suppress(OSError if path.is_dir() else PermissionError):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _delete(path: Path) -> None:
@@ -314,12 +333,13 @@ def copy(source: Path, target: Path) -> None:
 
 
 def write_atomically(path: str | os.PathLike, write: Callable[[Path], object]) -> None:
-    """Calls `write` with a temporary path beside `path`, then renames that file to `path`."""
+    """Calls `write` with a temporary path beside `path`, then renames that file to `path`, once it is on the disk."""
     path = Path(path)
     beside = path.with_name(f".{path.name}.partial")
     beside.unlink(missing_ok=True)  # it could be a link
     try:
         write(beside)
+        _flush(beside)
         os.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)

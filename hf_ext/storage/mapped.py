@@ -32,10 +32,10 @@ class MappedFile:
             self.inode = status.st_ino
             self.data = _map(file.fileno(), status.st_size) if _WITHOUT_FILE else np.memmap(file, np.uint8, "r")
 
-    def read_sparsely(self) -> None:
-        """Turns off read-ahead."""
+    def read_sparsely(self, sparsely: bool = True) -> None:
+        """Turns read-ahead off, or on again."""
         if _WITHOUT_FILE:
-            self._advise(mmap.MADV_RANDOM, 0, self.data.size)
+            self._advise(mmap.MADV_RANDOM if sparsely else mmap.MADV_NORMAL, 0, self.data.size)
 
     def release(self, begin: int, end: int) -> None:
         """Gives back the memory that reading these bytes took. Reading them again is possible."""

@@ -103,7 +103,7 @@ def _require_unquantized(base: TensorSource) -> None:
 def open_delta(
     paths: Sequence[Path], base: str | os.PathLike | None = None, revision: str | None = None, hub: Hub = HUB
 ) -> DeltaCheckpoint:
-    """Opens the compressed files of one checkpoint.
+    """Opens the compressed files of one checkpoint, of which all tensors will be read. Checks all payloads.
 
     Args:
         paths: all files that are read together.
@@ -114,7 +114,11 @@ def open_delta(
         CorruptFileError: a file is damaged, missing, or from another save.
     """
     files = _open_shards(paths)
-    return DeltaCheckpoint(files, open_base(files, base, revision, hub))
+    for file in files:
+        file.require_intact()
+    source = open_base(files, base, revision, hub)
+    source.require_intact()
+    return DeltaCheckpoint(files, source)
 
 
 def open_files(src: Path) -> list[CompressedFile]:
@@ -213,11 +217,11 @@ def require_depth(base: TensorSource, more: int = 1) -> None:
 
 
 def _open_shards(files: Iterable[Path | SafetensorsFile]) -> list[CompressedFile]:
-    """Opens the compressed files of one save.
+    """Opens the compressed files of one save. Payloads are checked when they are read.
 
     Raises:
         CheckpointError: a file is missing.
-        CorruptFileError: a file is damaged, or from another save.
+        CorruptFileError: a header is damaged, or a file is from another save.
     """
     shards = [CompressedFile(file) for file in files]
     require_all([shard.file for shard in shards])
@@ -248,11 +252,13 @@ def _require_fitting(needing: Sequence[CompressedFile], headers: Sequence[Safete
     tensors = {name: tensor for header in headers for name, tensor in header.tensors.items()}
     if any({KEY, PARTS_OF} & header.metadata.keys() for header in headers):
         return  # the base is compressed itself: small, and its own record has the fingerprint
-    for payload in (payload for file in needing for payload in file.headers.values() if payload.base_values):
+    payloads = [(file, header) for file in needing for header in file.headers.values() if header.base_values]
+    for file, payload in payloads:
         twin = tensors.get(payload.base_name)
-        if twin is None:
-            raise BaseModelError(f"It has no tensor '{payload.base_name}', so it is another model, and was not downloaded.")
         try:
+            if twin is None:
+                raise BaseModelError(f"It has no tensor '{payload.base_name}', so it is another model.")
             payload.require_base(twin.dtype, twin.shape)
         except BaseModelError as error:
+            file.require_intact()  # else its headers may be wrong
             raise BaseModelError(f"{error} It was not downloaded.") from None

@@ -153,9 +153,9 @@ class SafetensorsFile:
             if now.st_ino == self._mapped.inode and now.st_size < self._mapped.data.size:
                 raise CorruptFileError(f"{self.path} was cut off while it was in use. Restore it, and load the model again.")
 
-    def read_sparsely(self) -> None:
-        """Turns off read-ahead, for readers that need only a few parts of each tensor."""
-        self._mapped.read_sparsely()
+    def read_sparsely(self, sparsely: bool = True) -> None:
+        """Turns read-ahead off, for readers that need only a few parts of each tensor, or on again."""
+        self._mapped.read_sparsely(sparsely)
 
     def release(self, name: str, begin: int = 0, end: int | None = None) -> None:
         entry = self.entries[name]

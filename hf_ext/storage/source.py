@@ -62,6 +62,9 @@ class TensorSource(ABC):
     def require_whole(self) -> None:  # noqa: B027
         """Raises CorruptFileError if a mapped file was truncated since it was opened: reading it would end the process."""
 
+    def require_intact(self) -> None:  # noqa: B027
+        """Raises CorruptFileError if a payload is damaged. Without this check, reading a tensor raises the error."""
+
     def __contains__(self, name: object) -> bool:
         return name in self._names
 

@@ -61,7 +61,7 @@ class Folder:
     def put(self, files: Mapping[str, bytes], remove: Collection[str] = ()) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
-            write_atomically(self.path / name, partial(_write_through, content=content))
+            write_atomically(self.path / name, partial(Path.write_bytes, data=content))
         for name in remove:
             (self.path / name).unlink(missing_ok=True)
 
@@ -156,11 +156,3 @@ def _downloading(place: Place) -> Iterator[str]:
     """Yields a folder to download a file to. Mapped, the file outlives its name."""
     with _access(place), tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         yield folder
-
-
-def _write_through(path: Path, content: bytes) -> None:
-    """Writes a file to the disk, so that after a crash of the machine no index names a file that is not whole."""
-    with open(path, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())

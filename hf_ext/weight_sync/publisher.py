@@ -22,7 +22,7 @@ from hf_ext.storage.delta.payload import peek_header
 from hf_ext.storage.prefetch import Prefetcher, threads_for
 from hf_ext.storage.safetensors_file import RawTensor
 from hf_ext.weight_sync.places import Place, open_place
-from hf_ext.weight_sync.rows import NamedTensors, local_rows, split
+from hf_ext.weight_sync.rows import NamedTensors, checkpoint_name, local_rows, split
 from hf_ext.weight_sync.step_file import Index, Part, Step, file_name, index_name, write_file
 
 FILE = 1 << 30  # bytes of payloads in a file, beyond which another one begins
@@ -112,6 +112,7 @@ class Publisher:
 
         Args:
             named_tensors: all weights, with the names and shapes of the checkpoint. They must be the same in each step.
+                Names may contain the `_orig_mod.` of `torch.compile`, which is left out.
             step: number of the step, 0 or more, and larger than that of the previous step.
 
         Raises:
@@ -171,7 +172,8 @@ class Publisher:
             return named_tensors
         with torch.no_grad():
             whole = {name: local_rows(name, tensor).tensor.detach() for name, tensor in dict(named_tensors).items()}
-            return self.transform({name: tensor.to(self._dtype(tensor), copy=True) for name, tensor in whole.items()})
+            copies = {checkpoint_name(name): tensor.to(self._dtype(tensor), copy=True) for name, tensor in whole.items()}
+            return self.transform(copies)
 
     def _dtype(self, tensor: torch.Tensor) -> torch.dtype:
         """Returns the type that a tensor is rounded to."""
@@ -182,7 +184,8 @@ class Publisher:
         copies: dict[str, torch.Tensor] = {}
         parts: dict[str, Part] = {}
         copying: set[torch.device] = set()
-        for name, tensor in named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors:
+        for given, tensor in named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors:
+            name = checkpoint_name(given)
             for key, part, rows in split(name, local_rows(name, tensor)):
                 if key in parts or key == "__metadata__":  # which safetensors reserves
                     raise CheckpointError(f"'{key}' is given twice, or is no name for a tensor.")

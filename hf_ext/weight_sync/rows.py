@@ -29,6 +29,11 @@ class Rows(NamedTuple):
 NamedTensors = Mapping[str, torch.Tensor | Rows] | Iterable[tuple[str, torch.Tensor | Rows]]
 
 
+def checkpoint_name(name: str) -> str:
+    """Returns the name in a checkpoint of a parameter, which differs if `torch.compile` wraps the model or a layer of it."""
+    return name.replace("_orig_mod.", "")
+
+
 def local_rows(name: str, tensor: torch.Tensor | Rows) -> Rows:
     """Returns the rows of a tensor that this rank publishes, which are checked."""
     local = tensor.tensor if isinstance(tensor, Rows) else tensor

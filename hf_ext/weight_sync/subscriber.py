@@ -20,6 +20,7 @@ from hf_ext.storage.prefetch import Prefetcher
 from hf_ext.storage.safetensors_file import RawTensor, torch_dtype
 from hf_ext.weight_sync.memory import Home, KeptTensor, Parts, Piece, layout_of, rows_of
 from hf_ext.weight_sync.places import Place, open_place
+from hf_ext.weight_sync.rows import checkpoint_name
 from hf_ext.weight_sync.step_file import Index, Part, Step, StepFile
 
 logger = logging.getLogger(__name__)
@@ -213,6 +214,8 @@ class Subscriber:
             for name in self.tensors.keys() - layout.keys():  # of another run
                 del self.tensors[name]
             named_tensors, locate = self.tensors, None
+        elif locate is None:
+            named_tensors = {checkpoint_name(name): tensor for name, tensor in named_tensors.items()}
         for name, parts in layout.items():
             piece = locate(name) if locate else Piece(name) if name in named_tensors else None
             if piece is None:

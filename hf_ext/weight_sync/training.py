@@ -7,17 +7,20 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from accelerate.utils import extract_model_from_parallel
 from torch import distributed
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.modeling_utils import remove_tied_weights_from_state_dict, unwrap_model
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils import logging
 
 from hf_ext.errors import CheckpointError
+from hf_ext.integration.compat import unsaved
 from hf_ext.weight_sync.places import Place
 from hf_ext.weight_sync.publisher import Publisher
+from hf_ext.weight_sync.rows import checkpoint_name
 
 logger = logging.get_logger(__name__)
 
@@ -58,7 +61,7 @@ class PublishWeights(TrainerCallback):
         self._last = -1  # the last step that was published
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model=None, **kwargs: Any):
-        wrapped, model = model, unwrap_model(model)
+        wrapped, model = model, _unwrapped(model)
         if not isinstance(model, PreTrainedModel) or getattr(model, "_hf_peft_config_loaded", False):
             raise CheckpointError(
                 f"PublishWeights requires a Transformers model without adapters, not a {type(model).__name__} with adapters. "
@@ -125,5 +128,14 @@ class PublishWeights(TrainerCallback):
 
 def checkpoint_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Returns the weights of a Transformers model under the names and in the shapes that `save_pretrained` gives them."""
-    model = unwrap_model(model)
-    return revert_weight_conversion(model, remove_tied_weights_from_state_dict(model.state_dict(), model))
+    model = _unwrapped(model)
+    state = {checkpoint_name(name): weight for name, weight in model.state_dict().items()}
+    state = {name: weight for name, weight in state.items() if name not in unsaved(model)}
+    return revert_weight_conversion(model, remove_tied_weights_from_state_dict(state, model))
+
+
+def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """Returns the model inside `torch.compile` and data parallelism, in any order."""
+    while (inner := extract_model_from_parallel(model, keep_torch_compile=False)) is not model:
+        model = inner
+    return model

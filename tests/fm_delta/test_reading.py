@@ -9,10 +9,10 @@ import pytest
 import torch
 from local_hub import LocalHub
 from safetensors import safe_open
-from tiny_checkpoints import fine_tune, pair, weights, write_folder, write_safetensors
+from tiny_checkpoints import fine_tune, flip_bit, pair, weights, write_folder, write_safetensors
 
 from hf_ext import fm_delta
-from hf_ext.errors import BaseModelError, CheckpointError
+from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
 
 PUSH = """
 from huggingface_hub import HfApi
@@ -47,6 +47,21 @@ def test_tensors_and_slices_equal_those_of_safe_open(tmp_path, shards):
                 assert torch.equal(checkpoint.get_slice("lm_head.weight")[index], expected["lm_head.weight"][index])
             with pytest.raises(IndexError):
                 checkpoint.get_slice("lm_head.weight")[0, 0, 0]
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_reading_a_tensor_checks_its_payload_and_no_other(tmp_path, shards):
+    src, base = pair(tmp_path, shards=shards)
+    fm_delta.compress_checkpoint(src, base, tmp_path / "small")
+    path = max((tmp_path / "small").glob("*.safetensors"))
+    with safe_open(path, "pt") as file:
+        *_, damaged = sorted(file.keys(), key=lambda name: file.get_tensor(name).data_ptr())
+    flip_bit(path)  # of the last payload
+    with fm_delta.open(tmp_path / "small") as checkpoint:
+        for name in {*checkpoint.keys()} - {damaged}:
+            assert torch.equal(checkpoint.get_tensor(name), fine_tune(weights())[name])
+        with pytest.raises(CorruptFileError, match=f"{path}: Tensor '{damaged}' is damaged: checksum mismatch"):
+            checkpoint.get_tensor(damaged)
 
 
 def test_odd_tensors_have_parts_too(tmp_path):

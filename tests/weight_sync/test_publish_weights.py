@@ -9,15 +9,18 @@ from pathlib import Path
 import pytest
 import tiny_models
 import torch
+from accelerate.utils import compile_regions
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from tiny_runs import bits, same
 from tiny_training import train
-from transformers import TrainerCallback
+from torch.nn import DataParallel
+from transformers import LlamaForCausalLM, PreTrainedModel, TrainerCallback
 
 from hf_ext import CheckpointError
-from hf_ext.weight_sync import PublishWeights, Subscriber
+from hf_ext.weight_sync import LocalCheckpoint, Publisher, PublishWeights, Subscriber
 from hf_ext.weight_sync.places import Folder
+from hf_ext.weight_sync.training import checkpoint_weights
 
 
 class SaveEveryStep(TrainerCallback):
@@ -37,12 +40,25 @@ def saved(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor.bfloat16() for name, tensor in tensors.items()}
 
 
-@pytest.mark.parametrize("kind", ["llama", "tied", "mixtral"])
+class WithoutNorm(LlamaForCausalLM):
+    _keys_to_ignore_on_save = ["model.norm.weight"]
+
+
+MAKERS = {
+    "llama": tiny_models.llama,
+    "tied": lambda: tiny_models.llama(tied=True),
+    "mixtral": tiny_models.mixtral,
+    "unsaved": lambda: WithoutNorm(tiny_models.llama().config),
+    "compiled": lambda: torch.compile(tiny_models.llama(), backend="eager"),
+}
+
+
+@pytest.mark.parametrize("kind", MAKERS)
 def test_every_step_is_what_save_pretrained_writes(tmp_path: Path, kind: str):
-    model = tiny_models.llama(tied=True) if kind == "tied" else getattr(tiny_models, kind)()
+    model = MAKERS[kind]()
     callbacks = [PublishWeights(tmp_path / "place", anchor_every=4), SaveEveryStep(tmp_path / "saved")]
     model.save_pretrained(tmp_path / "saved/0")
-    train(model, tmp_path / "run", callbacks=callbacks, causal=True, save_strategy="no")
+    train(model, tmp_path / "run", callbacks=callbacks, causal=True, save_strategy="no", remove_unused_columns=False)
     subscriber = Subscriber(tmp_path / "place")
     assert subscriber.steps() == list(range(7))
     for step in subscriber.steps():
@@ -74,6 +90,29 @@ def test_a_resumed_training_goes_on_at_its_place(tmp_path: Path):
     train(model, tmp_path / "run", resume=resumed, callbacks=[PublishWeights(tmp_path / "place")], causal=True)
     assert subscriber.update() == 6
     assert same(subscriber.tensors, {name: tensor.bfloat16() for name, tensor in model.state_dict().items()})
+
+
+def compiled_layers(model: PreTrainedModel) -> PreTrainedModel:
+    model.model.layers = torch.nn.ModuleList(map(torch.compile, model.model.layers))
+    return model
+
+
+@pytest.mark.parametrize("wrap", [compiled_layers, compile_regions, lambda model: DataParallel(torch.compile(model))])
+def test_names_are_those_of_the_model_that_is_not_compiled(tmp_path: Path, wrap):
+    model = tiny_models.mixtral()
+    model.save_pretrained(tmp_path / "saved")
+    assert same(checkpoint_weights(wrap(model)), load_file(tmp_path / "saved/model.safetensors"))
+
+
+def test_publisher_and_subscriber_may_be_compiled(tmp_path: Path):
+    tiny_models.llama().save_pretrained(tmp_path / "copy")
+    trained, served = torch.compile(tiny_models.perturb(tiny_models.llama())), compiled_layers(tiny_models.llama())
+    with Publisher(tmp_path / "place") as publisher:
+        publisher.publish(trained.named_parameters(), 0)
+    LocalCheckpoint(tmp_path / "copy", tmp_path / "place").update(0)
+    Subscriber(tmp_path / "place").update(dict(served.named_parameters()))
+    for weights in (load_file(tmp_path / "copy/model.safetensors"), checkpoint_weights(served)):
+        assert same(weights, trained._orig_mod.state_dict())
 
 
 class Outage(TrainerCallback):

@@ -21,6 +21,7 @@ from servers import MERGED, PROMPT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm_server import OPTIONS, VllmServer
 
+from hf_ext.serving.vllm import switching
 from hf_ext.serving.vllm.switching import _OneModelAtATime
 from hf_ext.serving.vllm.turns import Turns
 from hf_ext.weight_sync import Publisher
@@ -171,6 +172,21 @@ def test_a_request_takes_the_turn_of_its_model(path, kind, body, model):
 
     asyncio.run(run())
     assert taken == ([f"{model} left"] if model else []) and bodies == [body]
+
+
+def test_a_request_that_is_too_large_is_refused(monkeypatch):
+    monkeypatch.setattr(switching, "LARGEST_BODY", 10)
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+    parts, sent = [b"12345678"] * 3, []
+
+    async def receive() -> dict:
+        return {"type": "http.request", "body": parts.pop(), "more_body": True}
+
+    async def send(message: dict) -> None:
+        sent.append(message)
+
+    asyncio.run(_OneModelAtATime(None, SimpleNamespace(models=object()))(scope, receive, send))
+    assert sent[0]["status"] == 413 and b"more than 10 bytes" in sent[1]["body"] and len(parts) == 1
 
 
 def test_a_request_that_the_server_ends_leaves_its_place():

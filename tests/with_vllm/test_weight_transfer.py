@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 from vllm_server import VllmServer
 
 from hf_ext.errors import ServerError
+from hf_ext.serving.vllm import weight_transfer
 from hf_ext.serving.vllm.weight_transfer import PlaceTrainerInitInfo
 from hf_ext.weight_sync import Publisher
 from hf_ext.weight_sync.servers import VLLMServer
@@ -81,6 +83,20 @@ def test_a_step_that_cannot_be_read_changes_nothing(server: VllmServer, folder: 
     delta.write_bytes(content)
     remote.update(1)
     assert server.digests() == expected["two"]["digests"]
+
+
+@pytest.mark.parametrize("error", [ServerError("not there"), OSError("no disk"), RuntimeError("of a library")])
+def test_a_worker_with_any_error_joins_the_others(monkeypatch, error: Exception):
+    def update(step: int) -> None:
+        raise error
+
+    joined = []
+    monkeypatch.setattr(weight_transfer, "_all", lambda succeeded: joined.append(succeeded))
+    engine = weight_transfer.PlaceEngine.__new__(weight_transfer.PlaceEngine)
+    engine._subscriber = SimpleNamespace(update=update, step=None)
+    with pytest.raises(type(error)):
+        engine.receive_weights(weight_transfer.PlaceUpdateInfo(step=1))
+    assert joined == [False]
 
 
 def test_a_trainer_of_vllms_own_interface_drives_it(server: VllmServer, folder: Path, expected: dict):

@@ -35,6 +35,7 @@ INFERENCE = (
     *("/v1/", "/v2/", "/cohere/", "/inference/", "/pooling", "/classify", "/score", "/generative_scoring", "/rerank"),
     "/invocations",
 )
+LARGEST_BODY = 1 << 28  # bytes of a request, which waits in memory for its turn
 FORMS = ("multipart/form-data", "application/x-www-form-urlencoded")
 
 
@@ -139,10 +140,17 @@ class _OneModelAtATime:
                 models.turns.leave(models.default)
 
     async def _http(self, models: ServedModels, scope: Scope, receive: Receive, send: Send) -> None:
+        parts, size = list[bytes](), 0
         try:
-            body = await Request(scope, receive).body()
+            async for part in Request(scope, receive).stream():
+                parts.append(part)
+                if (size := size + len(part)) > LARGEST_BODY:
+                    text = f"The request has more than {LARGEST_BODY} bytes. Send less at once."
+                    await _error(text, "BadRequestError", None, 413)(scope, receive, send)
+                    return
         except ClientDisconnect:
             return
+        body = b"".join(parts)
         name = await _model_of(scope, body) or models.default
         left = asyncio.ensure_future(receive())  # after the body, a server only hears that the client has left
         messages = iter([{"type": "http.request", "body": body}])
@@ -160,8 +168,7 @@ class _OneModelAtATime:
                 has_turn = await models.turns.enter_unless(left, name)
             except Exception as error:
                 text = f"The model '{name}' cannot be served: {error}"
-                content = {"message": text, "type": "ServiceUnavailableError", "param": "model", "code": 503}
-                await JSONResponse({"error": content}, 503)(scope, again, send)
+                await _error(text, "ServiceUnavailableError", "model", 503)(scope, again, send)
                 return
             if has_turn:
                 try:
@@ -170,6 +177,11 @@ class _OneModelAtATime:
                     models.turns.leave(name)
         finally:
             left.cancel()
+
+
+def _error(text: str, kind: str, parameter: str | None, code: int) -> JSONResponse:
+    """Returns an error in the form of OpenAI's interface."""
+    return JSONResponse({"error": {"message": text, "type": kind, "param": parameter, "code": code}}, code)
 
 
 async def _model_of(scope: Scope, body: bytes) -> str | None:

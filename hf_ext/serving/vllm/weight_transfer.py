@@ -20,7 +20,6 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from hf_ext.errors import HfExtError
 from hf_ext.serving.vllm.models import whole_layers
 from hf_ext.weight_sync.publisher import Publisher
 from hf_ext.weight_sync.subscriber import Subscriber
@@ -82,7 +81,7 @@ class PlaceEngine(WeightTransferEngine[PlaceInitInfo, PlaceUpdateInfo]):
         error = None
         try:
             subscriber.update(step=update_info.step)
-        except (HfExtError, OSError) as caught:
+        except Exception as caught:  # of any kind: the other workers wait in `_all`
             error = caught
         if not _all(error is None):  # no worker may load what another cannot
             self._is_loaded = self._is_loaded and error is not None

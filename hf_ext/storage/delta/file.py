@@ -19,7 +19,7 @@ import xxhash
 
 from hf_ext.errors import CheckpointError, CorruptFileError
 from hf_ext.storage.config_file import HINT
-from hf_ext.storage.delta.payload import STORED, VERSION, Header, payload_shape, read_header
+from hf_ext.storage.delta.payload import STORED, VERSION, Header, payload_shape, read_header, require_intact, unchecked_header
 from hf_ext.storage.safetensors_file import MAX_HEADER, Entry, SafetensorsFile, TensorFile, parse_header, write_header
 from hf_ext.storage.sealed import Seal
 
@@ -75,9 +75,22 @@ class CompressedFile:
         if self.original.keys() != self.file.entries.keys() or not _is_contiguous(self.original.values()):
             raise CorruptFileError(f"The header of {self.path} is damaged: its tensors differ from the original file's.")
 
+        self._intact: set[str] = set()
+
     def payload(self, name: str) -> np.ndarray:
-        """Returns the payload of a tensor, without checking it."""
-        return self.file[name].data
+        """Returns the payload of a tensor, checked against its checksum the first time.
+
+        Raises:
+            CorruptFileError: it is damaged.
+        """
+        payload = self.file[name].data
+        if name not in self._intact:
+            try:
+                require_intact(payload, name)
+            except CorruptFileError as error:
+                raise CorruptFileError(f"{self.path}: {error}") from error
+            self._intact.add(name)
+        return payload
 
     def size(self, name: str) -> int:
         """Returns a tensor's size in bytes in the original file."""
@@ -85,26 +98,39 @@ class CompressedFile:
 
     @cached_property
     def headers(self) -> dict[str, Header]:
-        """The headers of all payloads, each checked against its checksum."""
-        return {name: self.check(name, self.payload(name)) for name in self.file.entries}
+        """The headers of all payloads. Each fits the file's own header; `payload` checks the rest of it."""
+        self.file.read_sparsely()
+        try:
+            return {name: self._header(name) for name in self.file.entries}
+        finally:
+            self.file.read_sparsely(False)
 
     def require_whole(self) -> None:
         """Raises CorruptFileError if a mapped file was truncated since it was opened: reading it would end the process."""
         self.file.require_whole()
 
-    def check(self, name: str, payload: np.ndarray) -> Header:
-        """Returns the header of a tensor's payload, checked against its checksum and against the file's own header."""
+    def require_intact(self) -> None:
+        """Raises CorruptFileError if any payload is damaged."""
+        for name in self.file.entries:
+            self.payload(name)
+
+    def _header(self, name: str) -> Header:
+        """Returns the header of a tensor's payload. If it does not fit the file's own header, checks the whole payload."""
+        entry, payload = self.file.entries[name], self.file[name].data
         try:
-            entry, header = self.file.entries[name], read_header(payload, name)
+            header = unchecked_header(payload, name)
         except CorruptFileError as error:
+            self.payload(name)
             raise CorruptFileError(f"{self.path}: {error}") from error
         size = payload.size - header.body if header.mode == STORED else header.size
         expected = Entry("U8", payload_shape(len(header.shape), payload.size), entry.begin, entry.end)
         if entry != expected or self.original[name][:2] != (header.dtype, header.shape) or self.size(name) != size:
+            self.payload(name)
             raise CorruptFileError(
                 f"Tensor '{name}' in {self.path} is not the one the file was written with: its type, shape or size differs."
             )
         if self.base is None and header.base_values:
+            self.payload(name)
             raise CorruptFileError(
                 f"{self.path} is damaged: tensor '{name}' needs '{header.base_name}' of a base, but the file records no base. "
                 "Download or save the file again."
@@ -122,7 +148,7 @@ def digest_of(checksums: Iterable[tuple[str, int]]) -> str:
 
 
 def check_shards(files: Sequence[CompressedFile]) -> None:
-    """Checks that these files are all the shards of one save.
+    """Checks that these files are all the shards of one save. Reads the headers of payloads only.
 
     Raises:
         CorruptFileError: a file belongs to another save, shards are missing, or too many tensors need the same base tensor.
@@ -130,6 +156,8 @@ def check_shards(files: Sequence[CompressedFile]) -> None:
     digest = digest_of((header.name, header.checksum) for file in files for header in file.headers.values())
     for file in files:
         if file.digest != digest or file.base != files[0].base:
+            for shard in files:
+                shard.require_intact()  # else one has a damaged checksum
             raise CorruptFileError(
                 f"{file.path} belongs to another save than the files beside it, or some are missing: the folder was not "
                 "written completely. Save or download the checkpoint again."

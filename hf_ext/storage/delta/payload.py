@@ -224,8 +224,13 @@ def read_header(payload: np.ndarray | bytes, name: str = "") -> Header:
         CorruptFileError: it is not a payload, has another format version, is damaged, or belongs to a tensor of another name
             than `name` (if given).
     """
-    data = memoryview(payload).cast("B")
-    label = f"Tensor '{name}'" if name else "The payload"
+    require_intact(payload, name)
+    return unchecked_header(payload, name)
+
+
+def require_intact(payload: np.ndarray | bytes, name: str = "") -> None:
+    """Raises CorruptFileError if this is not a payload, has another format version, or is damaged."""
+    data, label = memoryview(payload).cast("B"), _label(name)
     if len(data) < _FIXED.size or bytes(data[:3]) != MAGIC[:3]:
         raise CorruptFileError(f"{label} is not compressed by FM-Delta, or the file is damaged.")
     if data[3] != VERSION:
@@ -239,6 +244,15 @@ def read_header(payload: np.ndarray | bytes, name: str = "") -> Header:
     integrity.update(data[_FIXED.size :])
     if integrity.intdigest() != recorded:
         raise CorruptFileError(f"{label} is damaged: checksum mismatch. Download or save the file again.")
+
+
+def unchecked_header(payload: np.ndarray | bytes, name: str = "") -> Header:
+    """Returns the header of a payload that may be damaged, of which it reads nothing else.
+
+    Raises:
+        CorruptFileError: the header is invalid, or belongs to a tensor of another name than `name` (if given).
+    """
+    data, label = memoryview(payload).cast("B"), _label(name)
     try:
         header = peek_header(data)
     except (struct.error, ValueError) as error:
@@ -248,6 +262,10 @@ def read_header(payload: np.ndarray | bytes, name: str = "") -> Header:
     if name and header.name and name != header.name:
         raise CorruptFileError(f"{label} holds the data of '{header.name}': the file's header is damaged.")
     return header
+
+
+def _label(name: str) -> str:
+    return f"Tensor '{name}'" if name else "The payload"
 
 
 def peek_header(payload: np.ndarray | memoryview) -> Header:

@@ -70,6 +70,11 @@ class DeltaCheckpoint(TensorSource):
             file.require_whole()
         self.base.require_whole()
 
+    def require_intact(self) -> None:
+        for file in self.files:
+            file.require_intact()
+        self.base.require_intact()
+
 
 class RestoredFile:
     """The original file of a compressed one. Its tensors are decoded on request."""
