@@ -65,7 +65,7 @@ class DecodingConfig(QuantizationConfigMixin):
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs):
         """Reads the entry of a config.json. `from_pretrained(…, quantization_config=…)` then quantizes the decoded weights."""
         config = super().from_dict(config_dict, return_unused_kwargs, **kwargs)
-        requested = compat.requested_quantization()
+        requested = compat.requested_quantization(AutoHfQuantizer)
         if requested is not None and not isinstance(requested, DecodingConfig):
             # Transformers compares the names of the two classes, and warns that it ignores the requested config.
             name = type(requested).__name__
