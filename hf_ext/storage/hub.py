@@ -192,7 +192,12 @@ def absolute(name: str | os.PathLike) -> str:
     """
     if not isinstance(name, str | os.PathLike):
         raise BaseModelError(f"The base must be a folder or a Hub id, not {name!r}.")
-    return os.path.abspath(name) if os.path.isdir(name) else os.fspath(name)
+    return absolute_path(name) if os.path.isdir(name) else os.fspath(name)
+
+
+def absolute_path(path: str | os.PathLike) -> str:
+    """Returns the absolute path of a file or folder without "..". As the system does, follows the links that lead to a ".."."""
+    return os.path.realpath(path) if os.pardir in Path(path).parts else os.path.abspath(path)
 
 
 def hub_id(name: str | os.PathLike | None) -> str | None:
