@@ -102,7 +102,7 @@ class DecodingQuantizer(HfQuantizer):
             raise CheckpointError(self.plain)
         self.decoding: Decoding | None = None  # of the fast way
         self.decoded: TemporaryDirectory | None = None  # of the plain way
-        self.held = ExitStack()  # decoded files that have no names
+        self.held = ExitStack()  # the decoded files that the model is loaded from
         self.then: HfQuantizer | None = None
         if quantization_config.requested is not None:
             self.then = AutoHfQuantizer.from_config(quantization_config.requested, pre_quantized=False)
@@ -187,6 +187,7 @@ class DecodingQuantizer(HfQuantizer):
     def _hold(self, folder: Path) -> None:
         names = [Path(path).name for path in self.files]
         self.decoded = ranks.links_to({name: self.held.enter_context(open(folder / name, "rb")) for name in names})
+        self.held.callback(self.decoded.cleanup)
         self._load_from(Path(self.decoded.name))
 
     def update_parallel_plan(self, model, plan) -> None:
@@ -210,6 +211,7 @@ class DecodingQuantizer(HfQuantizer):
             compat.warn_of_plain_loading(error)
             files = self._decoded_files()
             self.decoded = TemporaryDirectory(prefix="hf_ext-", dir=place_for(files), ignore_cleanup_errors=True)
+            self.held.callback(self.decoded.cleanup)
             write_files(files, Path(self.decoded.name), "Decoding")
             self._load_from(Path(self.decoded.name))
             return weight_conversions
@@ -219,7 +221,7 @@ class DecodingQuantizer(HfQuantizer):
         """Returns the folder of the decoded files that stay; None without one."""
         if os.environ.get(FOLDER) and not rehearsal.is_running():
             try:
-                return decoded_folder(self.source.digest, self._decoded_files())
+                return decoded_folder(self.source.digest, self._decoded_files(), self.held)
             except CheckpointError as error:
                 logger.warning_once(f"{error} The weights are decoded in memory.")
         return None
@@ -270,12 +272,10 @@ class DecodingQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model, **kwargs):
         if self.decoding is not None:
             self.decoding.finish(model)
-        elif self.decoded is not None:
-            if "disk" in (getattr(model, "hf_device_map", None) or {}).values():
-                weakref.finalize(model, self.decoded.cleanup)  # offloaded weights stay in these files
-            else:
-                self.decoded.cleanup()
-                self.held.close()
+        elif "disk" in (getattr(model, "hf_device_map", None) or {}).values():
+            weakref.finalize(model, self.held.close)  # offloaded weights stay in these files
+        else:
+            self.held.close()
         self.model, self.weights = None, {}
         vars(model).pop("is_quantized", None)
         if self.then is not None:
