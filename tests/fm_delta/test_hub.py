@@ -242,7 +242,7 @@ check(1, "user/plain")
     errors = json.loads(client.run(INCOMPLETE, home=tmp_path, HF_HUB_OFFLINE="1"))
     for (error, message), path in zip(errors, (shard, shard, shard, base), strict=True):
         assert error in ("BaseModelError", "CheckpointError")
-        assert f"{path.parent.name}, is incomplete: {path.name} is missing" in message and "`hf download user/" in message
+        assert "is incomplete: " in message and path.name in message and "not in the cache" not in message
     client.run(LOAD.splitlines()[1], home=tmp_path)  # downloads it again
 
 
