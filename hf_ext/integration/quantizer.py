@@ -36,6 +36,16 @@ if TYPE_CHECKING:
 
 logger = logging.get_logger(__name__)
 
+#: Methods that Transformers calls while it loads. If it called one of them otherwise, damaged weights could go unnoticed.
+HOOKS = (
+    "update_dtype",
+    "preprocess_model",
+    "_process_model_before_weight_loading",
+    "update_weight_conversions",
+    "_process_model_after_weight_loading",
+    "postprocess_model",
+)
+
 
 class DecodingConfig(QuantizationConfigMixin):
     """The `quantization_config` in the config.json of a checkpoint that is stored relative to a base model.
@@ -309,3 +319,6 @@ def are_plain(files: list[Path]) -> bool:
 @cache  # looking the version up takes a millisecond
 def _require_transformers(advice: str) -> None:
     versions.require("Loading this checkpoint", "transformers>=5.16.1", advice=advice)
+    with compat.host_internals("Loading this checkpoint", advice):
+        for hook in HOOKS:
+            getattr(HfQuantizer, hook)
