@@ -10,7 +10,7 @@ import inspect
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Set
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from copy import deepcopy
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -270,20 +270,18 @@ def refuse_undecoded_loading() -> None:
     registry of weight conversions is left: Transformers copies those of old checkpoints ("legacy") for every load. Where it has
     none, it reports mismatched sizes.
     """
-    try:
+    with suppress(*HOST_CHANGED):
         from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
         from transformers.core_model_loading import WeightRenaming
-    except ImportError:
-        return
 
-    class Check(WeightRenaming):
-        """Renames nothing. Checks the files when it is copied."""
+        class Check(WeightRenaming):
+            """Renames nothing. Checks the files when it is copied."""
 
-        def __deepcopy__(self, memo: dict) -> Check:
-            _require_decoding()
-            return self
+            def __deepcopy__(self, memo: dict) -> Check:
+                _require_decoding()
+                return self
 
-    if conversions := get_checkpoint_conversion_mapping("legacy"):
+        conversions = get_checkpoint_conversion_mapping("legacy")
         register_checkpoint_conversion_mapping("legacy", [*conversions, Check(r"(?!)", "")], overwrite=True)
 
 

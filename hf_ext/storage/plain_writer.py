@@ -29,12 +29,11 @@ def shards_of(
         max_shard_size: as in `save_pretrained`.
         metadata: of the files' headers.
     """
-
-    def size(tensor: tuple[str, tuple[int, ...]]) -> int:
-        return byte_size(*tensor)
-
     split = split_state_dict_into_shards_factory(
-        dict(tensors), get_storage_size=size, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
+        dict(tensors),
+        get_storage_size=lambda tensor: byte_size(*tensor),
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_shard_size,
     )
     if split.is_sharded:
         write_json(out / INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
