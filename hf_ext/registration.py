@@ -29,6 +29,7 @@ def register() -> None:
     watcher = _ImportWatcher()
     sys.meta_path.insert(0, watcher)
     watcher.after(["transformers.quantizers.auto"], _add_quantizers)
+    watcher.after([MODELS], _add_load_check)
     watcher.after(["diffusers.quantizers.auto"], _add_diffusers_quantizer)
     watcher.after(["peft", MODELS], _add_peft_types)
     watcher.after([f"{AUTO}.configuration_auto"], _add_config)
@@ -109,6 +110,12 @@ def _add_quantizers() -> None:
             register_quantization_config(package)(_imported(f"{package}.config", f"{name}Config", QuantizationConfigMixin))
         if package not in AUTO_QUANTIZER_MAPPING:
             register_quantizer(package)(_imported(f"{package}.quantizer", f"{name}Quantizer", HfQuantizer))
+
+
+def _add_load_check() -> None:
+    from hf_ext.integration.compat import refuse_undecoded_loading
+
+    refuse_undecoded_loading()
 
 
 def _add_diffusers_quantizer() -> None:

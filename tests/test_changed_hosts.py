@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from transformers.quantizers.base import HfQuantizer
 
 from hf_ext import CheckpointError, emr, fm_delta
-from hf_ext.integration import compat, decoding, landing, rehearsal, renaming, weight_plan
+from hf_ext.integration import compat, decoding, landing, quantizer, rehearsal, renaming, weight_plan
 
 
 class Gone:
@@ -92,6 +92,14 @@ def test_a_compressed_checkpoint_loads_the_plain_way(checkpoints, tmp_path, monk
     model.save_pretrained(tmp_path / "again", max_shard_size="150KB")
     same_tensors(tensors_of(tmp_path / "again"), tensors_of(checkpoints / "tuned"))
     assert "quantization_config" not in json.loads((tmp_path / "again" / "config.json").read_text())
+
+
+@pytest.mark.parametrize("hook", quantizer.HOOKS)
+def test_a_hook_that_is_gone_is_an_error(checkpoints, monkeypatch, hook):
+    monkeypatch.delattr(HfQuantizer, hook)
+    quantizer._require_transformers.cache_clear()
+    with pytest.raises(CheckpointError, match=f"does not work with Transformers .*{hook}.*hf-ext decompress"):
+        AutoModelForCausalLM.from_pretrained(checkpoints / "small")
 
 
 def test_the_plain_way_quantizes_offloads_and_casts(checkpoints, tmp_path, monkeypatch, warned):

@@ -25,7 +25,7 @@ from hf_ext.storage.delta.codec import decode_raw
 from hf_ext.storage.delta.payload import Header, read_header
 from hf_ext.storage.hub import OTHER_WEIGHTS
 from hf_ext.storage.prefetch import check_awaited, threads_for
-from hf_ext.storage.safetensors_file import Entry, RawTensor, SafetensorsFile, itemsize, write_header
+from hf_ext.storage.safetensors_file import BITS, Entry, RawTensor, SafetensorsFile, write_header
 from hf_ext.storage.sealed import Seal
 from hf_ext.storage.source import TensorSource
 
@@ -127,7 +127,7 @@ class TaskWriter:
         """Writes the file and fills in `record.checksums`."""
         placed, end = {}, 0
         # Wide types first, so that all data are aligned.
-        order = sorted(self._entries, key=lambda key: (-itemsize(self._entries[key].dtype), key))
+        order = sorted(self._entries, key=lambda key: (-BITS.get(self._entries[key].dtype, 0), key))
         for key in order:
             entry = self._entries[key]
             placed[key] = entry._replace(begin=end, end=(end := end + entry.nbytes))

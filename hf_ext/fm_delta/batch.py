@@ -30,7 +30,7 @@ from hf_ext.fm_delta.reports import inspect
 from hf_ext.fm_delta.sizes import Sizes
 from hf_ext.storage.delta import DEFAULT_LEVEL
 from hf_ext.storage.files import locked, write_atomically
-from hf_ext.storage.hub import absolute
+from hf_ext.storage.hub import absolute, absolute_path
 from hf_ext.storage.layout import all_weights, models_in, weights_instead
 from hf_ext.storage.prefetch import at_most_cores, cores
 
@@ -135,7 +135,7 @@ def compress_all(
         BaseModelError: `base` cannot be read.
         CorruptFileError: `out`/compress_all.json is not the record of a run.
     """
-    out, candidates = Path(os.path.abspath(out)), None if candidates is None else [absolute(name) for name in candidates]
+    out, candidates = Path(absolute_path(out)), None if candidates is None else [absolute(name) for name in candidates]
     folders = _folders(sources, base)
     common = None
     if base is not None:
@@ -178,14 +178,14 @@ def _folders(
     """Returns the models' folders, by absolute path, each with the reason to skip it. In a folder of folders, leaves out the
     base itself."""
     if not isinstance(sources, str | os.PathLike):
-        folders = [Path(os.path.abspath(source)) for source in sources]
+        folders = [Path(absolute_path(source)) for source in sources]
         names = [path.name for path in folders]
         if twice := [name for name in names if names.count(name) > 1]:
             raise CheckpointError(f"Two models are called '{twice[0]}' and would be written to one folder; rename one.")
         return dict.fromkeys(folders)
     if not os.path.isdir(sources):
         raise CheckpointError(f"{sources} is not a folder; give a folder of saved models, or a list of their folders.")
-    visible = [path for path in sorted(Path(os.path.abspath(sources)).glob("[!.]*")) if path.is_dir()]
+    visible = [path for path in sorted(Path(absolute_path(sources)).glob("[!.]*")) if path.is_dir()]
     others = [path for path in visible if not (base and os.path.isdir(base) and path.samefile(base))]
     reasons = {path: _reason_to_skip(path) for path in others}
     if all(reasons.values()):

@@ -10,7 +10,7 @@ import inspect
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Set
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from copy import deepcopy
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,9 @@ from packaging.version import Version
 
 from hf_ext.errors import CheckpointError, HfExtError, MissingDependencyError
 from hf_ext.integration import versions
+from hf_ext.storage.config_file import ENCODINGS
+from hf_ext.storage.delta.file import KEY
+from hf_ext.storage.delta.source import PARTS_OF
 from hf_ext.storage.hub import Hub
 
 if TYPE_CHECKING:
@@ -248,15 +251,62 @@ def linear_targets(config: LoraConfig, model: torch.nn.Module) -> set[str]:
         return set()
 
 
-def requested_quantization() -> Any:
+def requested_quantization(owner: type) -> Any:
     """Returns the `quantization_config=` of the `from_pretrained` that reads a config.json at this moment.
 
-    Transformers refuses a class other than that of the config.json, and has no way to combine the two. Where its function has
-    another name, Transformers warns that it ignores the requested config, and the weights stay unquantized.
-    """
-    from transformers.quantizers.auto import AutoHfQuantizer
+    Transformers refuses a class other than that of the config.json, and has no way to combine the two. diffusers ignores the
+    requested config with a warning. Where their functions have another name, they still do.
 
-    return (variables_of_caller(AutoHfQuantizer, "merge_quantization_configs") or {}).get("quantization_config_from_args")
+    Args:
+        owner: the class that merges the two: AutoHfQuantizer, or DiffusersAutoQuantizer.
+    """
+    return (variables_of_caller(owner, "merge_quantization_configs") or {}).get("quantization_config_from_args")
+
+
+def refuse_undecoded_loading() -> None:
+    """Lets `from_pretrained` refuse compressed weights and merges that it would load without decoding them.
+
+    With `quantization_config=None`, the Auto classes remove the entry of config.json that selects a quantizer, so only the
+    registry of weight conversions is left: Transformers copies those of old checkpoints ("legacy") for every load. Where it has
+    none, it reports mismatched sizes.
+    """
+    with suppress(*HOST_CHANGED):
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+        from transformers.core_model_loading import WeightRenaming
+
+        class Check(WeightRenaming):
+            """Renames nothing. Checks the files when it is copied."""
+
+            def __deepcopy__(self, memo: dict) -> Check:
+                _require_decoding()
+                return self
+
+        conversions = get_checkpoint_conversion_mapping("legacy")
+        register_checkpoint_conversion_mapping("legacy", [*conversions, Check(r"(?!)", "")], overwrite=True)
+
+
+def _require_decoding() -> None:
+    """Raises CheckpointError if the `from_pretrained` that loads a model at this moment lacks the quantizer that its files
+    require. Raises none where its variables have other names."""
+    from safetensors import SafetensorError, safe_open
+    from transformers import PreTrainedModel
+
+    variables = variables_of_caller(PreTrainedModel, "from_pretrained") or {}
+    files = [file for file in variables.get("checkpoint_files") or () if str(file).endswith(".safetensors")]
+    method = getattr(getattr(variables.get("hf_quantizer"), "quantization_config", None), "quant_method", None)
+    if not files or method in ENCODINGS:
+        return
+    try:
+        with safe_open(files[0], framework="np") as file:
+            encoded = {KEY, PARTS_OF} & (file.metadata() or {}).keys()
+    except (SafetensorError, OSError):  # Transformers says what is wrong with the file
+        return
+    if encoded:
+        raise CheckpointError(
+            f"The weights of '{variables.get('pretrained_model_name_or_path')}' are compressed, and its configuration has lost "
+            "the entry `quantization_config` that selects the decoder. AutoModel removes it for `quantization_config=None`: "
+            "leave this argument out where you do not quantize. Pass no `config=` of another checkpoint."
+        )
 
 
 def hub_settings(owner: type) -> Hub:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from diffusers import ModelMixin
+from diffusers.quantizers.auto import DiffusersAutoQuantizer
 from diffusers.quantizers.base import DiffusersQuantizer
 
 from hf_ext.errors import CheckpointError, CorruptFileError
@@ -37,6 +38,20 @@ class CompressedConfig(DecodingConfig):
     """The `quantization_config` of a compressed diffusers model. See `DecodingConfig` for its arguments."""
 
     quant_method = Method(FM_DELTA)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any):
+        """Reads the entry of a config.json.
+
+        Raises:
+            CheckpointError: `from_pretrained` was called with a `quantization_config`, which diffusers would ignore.
+        """
+        if (requested := compat.requested_quantization(DiffusersAutoQuantizer)) is not None:
+            raise CheckpointError(
+                f"diffusers cannot quantize this checkpoint as its {type(requested).__name__} says, because the weights are "
+                "compressed. Run `hf-ext decompress` on it first, or leave quantization_config= out."
+            )
+        return super().from_dict(config_dict, return_unused_kwargs, **kwargs)
 
 
 class CompressedQuantizer(DiffusersQuantizer):

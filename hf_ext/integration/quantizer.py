@@ -36,6 +36,16 @@ if TYPE_CHECKING:
 
 logger = logging.get_logger(__name__)
 
+#: Methods that Transformers calls while it loads. If it called one of them otherwise, damaged weights could go unnoticed.
+HOOKS = (
+    "update_dtype",
+    "preprocess_model",
+    "_process_model_before_weight_loading",
+    "update_weight_conversions",
+    "_process_model_after_weight_loading",
+    "postprocess_model",
+)
+
 
 class DecodingConfig(QuantizationConfigMixin):
     """The `quantization_config` in the config.json of a checkpoint that is stored relative to a base model.
@@ -65,7 +75,7 @@ class DecodingConfig(QuantizationConfigMixin):
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs):
         """Reads the entry of a config.json. `from_pretrained(…, quantization_config=…)` then quantizes the decoded weights."""
         config = super().from_dict(config_dict, return_unused_kwargs, **kwargs)
-        requested = compat.requested_quantization()
+        requested = compat.requested_quantization(AutoHfQuantizer)
         if requested is not None and not isinstance(requested, DecodingConfig):
             # Transformers compares the names of the two classes, and warns that it ignores the requested config.
             name = type(requested).__name__
@@ -102,7 +112,7 @@ class DecodingQuantizer(HfQuantizer):
             raise CheckpointError(self.plain)
         self.decoding: Decoding | None = None  # of the fast way
         self.decoded: TemporaryDirectory | None = None  # of the plain way
-        self.held = ExitStack()  # decoded files that have no names
+        self.held = ExitStack()  # the decoded files that the model is loaded from
         self.then: HfQuantizer | None = None
         if quantization_config.requested is not None:
             self.then = AutoHfQuantizer.from_config(quantization_config.requested, pre_quantized=False)
@@ -187,6 +197,7 @@ class DecodingQuantizer(HfQuantizer):
     def _hold(self, folder: Path) -> None:
         names = [Path(path).name for path in self.files]
         self.decoded = ranks.links_to({name: self.held.enter_context(open(folder / name, "rb")) for name in names})
+        self.held.callback(self.decoded.cleanup)
         self._load_from(Path(self.decoded.name))
 
     def update_parallel_plan(self, model, plan) -> None:
@@ -210,6 +221,7 @@ class DecodingQuantizer(HfQuantizer):
             compat.warn_of_plain_loading(error)
             files = self._decoded_files()
             self.decoded = TemporaryDirectory(prefix="hf_ext-", dir=place_for(files), ignore_cleanup_errors=True)
+            self.held.callback(self.decoded.cleanup)
             write_files(files, Path(self.decoded.name), "Decoding")
             self._load_from(Path(self.decoded.name))
             return weight_conversions
@@ -219,7 +231,7 @@ class DecodingQuantizer(HfQuantizer):
         """Returns the folder of the decoded files that stay; None without one."""
         if os.environ.get(FOLDER) and not rehearsal.is_running():
             try:
-                return decoded_folder(self.source.digest, self._decoded_files())
+                return decoded_folder(self.source.digest, self._decoded_files(), self.held)
             except CheckpointError as error:
                 logger.warning_once(f"{error} The weights are decoded in memory.")
         return None
@@ -270,12 +282,10 @@ class DecodingQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model, **kwargs):
         if self.decoding is not None:
             self.decoding.finish(model)
-        elif self.decoded is not None:
-            if "disk" in (getattr(model, "hf_device_map", None) or {}).values():
-                weakref.finalize(model, self.decoded.cleanup)  # offloaded weights stay in these files
-            else:
-                self.decoded.cleanup()
-                self.held.close()
+        elif "disk" in (getattr(model, "hf_device_map", None) or {}).values():
+            weakref.finalize(model, self.held.close)  # offloaded weights stay in these files
+        else:
+            self.held.close()
         self.model, self.weights = None, {}
         vars(model).pop("is_quantized", None)
         if self.then is not None:
@@ -309,3 +319,6 @@ def are_plain(files: list[Path]) -> bool:
 @cache  # looking the version up takes a millisecond
 def _require_transformers(advice: str) -> None:
     versions.require("Loading this checkpoint", "transformers>=5.16.1", advice=advice)
+    with compat.host_internals("Loading this checkpoint", advice):
+        for hook in HOOKS:
+            getattr(HfQuantizer, hook)

@@ -317,10 +317,11 @@ def copy_entries(src: Path, paths: Iterable[Path], out: Path) -> None:
 def _place_of_link(link: Path, src: Path) -> str:
     """Returns the path for the copy of a link: relative if the link leads into `src`, else absolute."""
     place = os.readlink(link)
-    leads_to = Path(os.path.normpath(link.parent.absolute() / place))
-    if not leads_to.is_relative_to(src.absolute()):
-        return os.fspath(leads_to)
-    return os.path.relpath(leads_to, link.parent.absolute()) if os.path.isabs(place) else place
+    above, last = os.path.split(place)
+    leads_to = os.path.normpath(os.path.join(os.path.realpath(link.parent / above), last))
+    if not Path(leads_to).is_relative_to(os.path.realpath(src)):
+        return leads_to
+    return os.path.relpath(leads_to, os.path.realpath(link.parent)) if os.path.isabs(place) else place
 
 
 def copy(source: Path, target: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
@@ -43,13 +43,17 @@ class Hub(NamedTuple):
     def probe(self, name: str, revision: str | None = None) -> None:
         """Asks the Hub once about a repository that is not in the cache. Without a connection, a download would try for a
         minute. Raises the errors of `huggingface_hub`."""
-        from huggingface_hub.file_download import repo_folder_name
         from huggingface_hub.utils import validate_repo_id
 
         validate_repo_id(name)
-        folder = Path(self.cache_dir or HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type="model"))
-        if not (self.local_files_only or HF_HUB_OFFLINE or folder.exists()):
+        if not (self.local_files_only or HF_HUB_OFFLINE or self._folder(name).exists()):
             huggingface_hub.HfApi(token=self.token).model_info(name, revision=revision)
+
+    def _folder(self, repository: str) -> Path:
+        """Returns the folder of a repository in the cache."""
+        from huggingface_hub.file_download import repo_folder_name
+
+        return Path(self.cache_dir or HF_HUB_CACHE, repo_folder_name(repo_id=repository, repo_type="model"))
 
     def weights(self, name: str, revision: str | None, check: Check | None = None) -> list[Path]:
         """Returns the safetensors weights of a repository, one file or shards, from the cache if they are there.
@@ -58,7 +62,7 @@ class Hub(NamedTuple):
             check: called with the headers of weights that would have to be downloaded; raises BaseModelError to prevent that.
 
         Raises:
-            BaseModelError: the repository cannot be reached or has no safetensors weights.
+            BaseModelError: the repository cannot be reached, has no safetensors weights, or its copy in the cache lacks some.
         """
         from huggingface_hub import errors
 
@@ -75,7 +79,16 @@ class Hub(NamedTuple):
                 with contextlib.suppress(errors.EntryNotFoundError):
                     shards = shards_in(self.download(name, index, revision))
                     break
-            return download(shards)
+            try:
+                return download(shards)
+            except errors.LocalEntryNotFoundError as error:
+                repository, subfolder = split_id(name)
+                ref = self._folder(repository) / "refs" / (revision or "main")
+                commit = ref.read_text() if ref.is_file() else revision or "main"
+                if (snapshot := self._folder(repository) / "snapshots" / commit).is_dir():
+                    lacking = [shard for shard in shards if not (snapshot / subfolder / shard).exists()]
+                    raise BaseModelError(incomplete(name, snapshot, lacking)) from error
+                raise
 
     def headers(self, name: str, files: list[str], revision: str | None) -> list[SafetensorsFileMetadata]:
         """Returns the headers of safetensors files that are not downloaded yet; an empty result if a file is downloaded or
@@ -98,6 +111,15 @@ class Hub(NamedTuple):
             raise
         except (errors.HTTPError, errors.SafetensorsParsingError, TypeError, AttributeError, KeyError, ValueError):
             return []  # the download tries again and reports the error
+
+
+def incomplete(name: str, snapshot: Path, lacking: Sequence[str]) -> str:
+    """Returns the error message for a repository whose copy in the cache lacks files."""
+    return (
+        f"The copy of '{name}' in the Hub's cache, {snapshot}, is incomplete: {', '.join(lacking[:3])}"
+        f"{', …' * (len(lacking) > 3)} {'are' if len(lacking) > 1 else 'is'} missing. Download it again, with a connection: "
+        f"`hf download {split_id(name)[0]}`."
+    )
 
 
 # Files of a repository that hold its weights in other formats.
@@ -145,16 +167,15 @@ def is_local(name: str | os.PathLike) -> bool:
     return os.path.exists(name) or name.startswith((".", "/", "~"))
 
 
-def downloaded(name: str | os.PathLike, what: str = "", allow_patterns: list[str] | None = None, whole: bool = False) -> Path:
+def downloaded(name: str | os.PathLike, what: str = "", whole: bool = False) -> Path:
     """Returns a local folder as it is, or the folder in the cache that a Hub repository is downloaded into.
 
     Args:
         what: begins the error message.
-        allow_patterns: of the files to download; defaults to all but weights that are not safetensors.
-        whole: download all files.
+        whole: download all files, also weights that are not safetensors.
 
     Raises:
-        CheckpointError: there is no such folder or repository.
+        CheckpointError: there is no such folder or repository, or its copy in the cache lacks files and cannot be completed.
     """
     name = os.fspath(name)
     if os.path.isdir(name):
@@ -165,19 +186,24 @@ def downloaded(name: str | os.PathLike, what: str = "", allow_patterns: list[str
 
     try:
         repository, subfolder = split_id(name)
-        others = None if allow_patterns or whole else OTHER_WEIGHTS
-        if subfolder:
-            allow_patterns = [f"{subfolder}/{pattern}" for pattern in allow_patterns or ["*"]]
-        folder = Path(huggingface_hub.snapshot_download(repository, allow_patterns=allow_patterns, ignore_patterns=others))
+        others = None if whole else OTHER_WEIGHTS
+        patterns = [f"{subfolder}/*"] if subfolder else None
+        folder = Path(huggingface_hub.snapshot_download(repository, allow_patterns=patterns, ignore_patterns=others))
         if others and not subfolder and (folder / PIPELINE).exists():  # some components have no other weights
             lacking = [path.name for path in folder.iterdir() if path.is_dir() and not any(path.glob("*.safetensors"))]
             if lacking:
                 huggingface_hub.snapshot_download(repository, allow_patterns=[f"{name}/*" for name in lacking])
-        return folder / subfolder
     except (OSError, ValueError, errors.HTTPError) as error:
         raise CheckpointError(
             f"{what}'{name}' is neither a folder nor a Hub repository that can be reached: {reason_of(error)}"
         ) from error
+    # Without a connection, the folder may be what is left of an interrupted download.
+    files = [path for path in (folder / subfolder).rglob("*") if whole or not any(path.match(other) for other in OTHER_WEIGHTS)]
+    indices = [path for path in files if path.name in INDICES and path.exists()]
+    files += [path.with_name(shard) for path in indices for shard in read_index(path)]
+    if lacking := sorted({path.relative_to(folder).as_posix() for path in files if not path.exists()}):
+        raise CheckpointError(what + incomplete(name, folder, lacking))
+    return folder / subfolder
 
 
 def local_copy(src: str | os.PathLike) -> Path:
@@ -192,7 +218,12 @@ def absolute(name: str | os.PathLike) -> str:
     """
     if not isinstance(name, str | os.PathLike):
         raise BaseModelError(f"The base must be a folder or a Hub id, not {name!r}.")
-    return os.path.abspath(name) if os.path.isdir(name) else os.fspath(name)
+    return absolute_path(name) if os.path.isdir(name) else os.fspath(name)
+
+
+def absolute_path(path: str | os.PathLike) -> str:
+    """Returns the absolute path of a file or folder without "..". As the system does, follows the links that lead to a ".."."""
+    return os.path.realpath(path) if os.pardir in Path(path).parts else os.path.abspath(path)
 
 
 def hub_id(name: str | os.PathLike | None) -> str | None:
@@ -223,7 +254,8 @@ def reason_of(error: Exception) -> str:
     """Returns why a repository could not be downloaded."""
     from huggingface_hub import errors
 
-    if HF_HUB_OFFLINE and isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
+    is_incomplete = isinstance(error, getattr(errors, "IncompleteSnapshotError", ()))  # names the files
+    if HF_HUB_OFFLINE and isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled) and not is_incomplete:
         return "as a Hub id, it is not in the cache, and HF_HUB_OFFLINE is set."
     return first_line(error)
 

@@ -13,7 +13,7 @@ from hf_ext.storage.checkpoint import Checkpoint
 from hf_ext.storage.config_file import CONFIG, UNQUANTIZED, quantization_of, read_config, storage_settings
 from hf_ext.storage.delta.file import KEY, CompressedFile, check_shards
 from hf_ext.storage.delta.source import PARTS_OF, SEVERAL_MODELS, DeltaCheckpoint
-from hf_ext.storage.hub import HUB, Hub, absolute, snapshot_of, within
+from hf_ext.storage.hub import HUB, Hub, absolute, absolute_path, snapshot_of, within
 from hf_ext.storage.layout import shard_sets
 from hf_ext.storage.safetensors_file import SafetensorsFile
 from hf_ext.storage.source import NoBase, TensorSource
@@ -171,7 +171,7 @@ def open_base(
     if not isinstance(name, str | os.PathLike) or not isinstance(revision, str | None):
         raise BaseModelError(f"{name!r} at revision {revision!r} is not a valid name for the base {recorded}. {MOVED}")
     if os.path.isdir(folder / name):
-        name = os.path.normpath(folder / name)
+        name = absolute_path(folder / name)
     if hub.cache_dir is None and (snapshot := snapshot_of(folder)) is not None:
         hub = hub._replace(cache_dir=snapshot.parents[2])
     try:

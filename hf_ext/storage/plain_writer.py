@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from hf_ext.storage.files import write_json
 from hf_ext.storage.layout import INDEX
 from hf_ext.storage.prefetch import Prefetcher, progress
-from hf_ext.storage.safetensors_file import ComputedFile, RawTensor, TensorFile, itemsize
+from hf_ext.storage.safetensors_file import ComputedFile, RawTensor, TensorFile, byte_size
 
 
 def shards_of(
@@ -30,12 +29,11 @@ def shards_of(
         max_shard_size: as in `save_pretrained`.
         metadata: of the files' headers.
     """
-
-    def size(tensor: tuple[str, tuple[int, ...]]) -> int:
-        return math.prod(tensor[1]) * itemsize(tensor[0])
-
     split = split_state_dict_into_shards_factory(
-        dict(tensors), get_storage_size=size, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
+        dict(tensors),
+        get_storage_size=lambda tensor: byte_size(*tensor),
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_shard_size,
     )
     if split.is_sharded:
         write_json(out / INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})

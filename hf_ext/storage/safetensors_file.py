@@ -30,6 +30,8 @@ DTYPES = {
     "F8_E4M3FNUZ": ("float8_e4m3fnuz", 1), "F8_E5M2FNUZ": ("float8_e5m2fnuz", 1),
 }  # fmt: skip
 ITEMSIZE = {name: size for name, (_, size) in DTYPES.items()}
+#: Bits of one value of every type, also of those that share bytes: 4-bit floats, which torch counts in pairs, and 6-bit ones.
+BITS = {name: 8 * size for name, size in ITEMSIZE.items()} | {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 MAX_HEADER = 100_000_000  # bytes; the safetensors library's limit of a header
 
 
@@ -66,7 +68,7 @@ class RawTensor:
             )
         dtype = safetensors_dtype(tensor.dtype)
         if dtype is None:
-            raise CheckpointError(f"safetensors files cannot hold tensors of type {tensor.dtype}.")
+            raise CheckpointError(f"Tensors of type {tensor.dtype} cannot be written as safetensors.")
         # A single value is contiguous with any stride, which `reshape` would keep and `view` refuse.
         flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().as_strided((tensor.numel(),), (1,))
         return cls(dtype, tuple(tensor.shape), flat.view(torch.uint8).numpy())
@@ -77,7 +79,7 @@ class RawTensor:
         is_flat = isinstance(data, np.ndarray) and data.dtype == np.uint8 and data.ndim == 1 and data.flags.c_contiguous
         try:
             shape = [operator.index(length) for length in self.shape]
-            size = math.prod(shape) * ITEMSIZE[self.dtype] if self.dtype in ITEMSIZE else data.size
+            size = byte_size(self.dtype, shape) if self.dtype in BITS else data.size
             fits = is_flat and data.size == size and min(shape, default=0) >= 0 and data.flags.writeable >= writable
         except (TypeError, AttributeError):
             fits = False
@@ -92,11 +94,15 @@ class RawTensor:
         """Returns a tensor that shares this memory, or a copy if `data` is read-only, as a view of a mapped file is."""
         import torch
 
-        dtype = torch_dtype(self.dtype)
+        shape, pairs = self.shape, getattr(torch, "float4_e2m1fn_x2", None) if self.dtype == "F4" else None
+        if pairs is not None and shape and shape[-1] % 2 == 0:  # as the safetensors library returns them
+            dtype, shape = pairs, (*shape[:-1], shape[-1] // 2)
+        else:
+            dtype = torch_dtype(self.dtype)
         if not self.data.size:  # torch cannot view an empty array as another type
-            return torch.empty(self.shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype)
         data = self.data if self.data.flags.writeable else self.data.copy()
-        return torch.from_numpy(data).view(dtype).reshape(self.shape)
+        return torch.from_numpy(data).view(dtype).reshape(shape)
 
 
 class TensorFile(Protocol):
@@ -186,8 +192,8 @@ class ComputedFile:
         self.entries: dict[str, Entry] = {}
         end = 0
         # Large elements first, as the safetensors library does, so that all are aligned.
-        for tensor, (dtype, shape) in sorted(tensors.items(), key=lambda item: (-itemsize(item[1][0]), item[0])):
-            begin, end = end, end + math.prod(shape) * itemsize(dtype)
+        for tensor, (dtype, shape) in sorted(tensors.items(), key=lambda item: (-BITS.get(item[1][0], 0), item[0])):
+            begin, end = end, end + byte_size(dtype, shape)
             self.entries[tensor] = Entry(dtype, tuple(shape), begin, end)
         self.header_bytes = write_header(self.metadata, self.entries)
 
@@ -217,7 +223,7 @@ def require_valid(entries: Mapping[str, Entry], size: int) -> None:
     for name, (dtype, shape, begin, after) in entries.items():
         if not all(type(number) is int and number >= 0 for number in (*shape, begin, after)) or not begin == end <= after:
             raise ValueError(f"the data of tensor '{name}' have no valid place")
-        if dtype in ITEMSIZE and after - begin != math.prod(shape) * ITEMSIZE[dtype]:
+        if dtype in BITS and after - begin != byte_size(dtype, shape):
             raise ValueError(f"the data of tensor '{name}' do not have the size of its shape")
         end = after
     if end != size:
@@ -232,15 +238,15 @@ def write_header(metadata: Mapping[str, str], entries: Mapping[str, Entry]) -> b
     return text.ljust(-(-len(text) // 8) * 8)
 
 
-def itemsize(dtype: str) -> int:
-    """Returns the bytes of one value.
+def byte_size(dtype: str, shape: Iterable[int]) -> int:
+    """Returns the bytes of a tensor.
 
     Raises:
-        CheckpointError: the type is unknown, or packs several values into a byte.
+        CheckpointError: the type is unknown.
     """
-    if dtype not in ITEMSIZE:
-        raise CheckpointError(f"Tensors of type {dtype} are not supported.")
-    return ITEMSIZE[dtype]
+    if dtype not in BITS:
+        raise CheckpointError(f"Tensors of type {dtype} are not supported. This requires a newer version of hf_ext.")
+    return -(-math.prod(shape) * BITS[dtype] // 8)
 
 
 def float_name(dtypes: Iterable[str]) -> str | None:
@@ -255,13 +261,13 @@ def torch_dtype(dtype: str) -> torch.dtype:
     """Returns the torch type of this safetensors name.
 
     Raises:
-        CheckpointError: the installed PyTorch has no such type.
+        CheckpointError: the installed PyTorch has no such type, or it packs several values into a byte.
     """
     import torch
 
     torch_type = getattr(torch, DTYPES[dtype][0], None) if dtype in DTYPES else None
     if torch_type is None:
-        raise CheckpointError(f"PyTorch {torch.__version__} has no tensors of type {dtype}.")
+        raise CheckpointError(f"Tensors of type {dtype} cannot be read with PyTorch {torch.__version__}.")
     return torch_type
 
 

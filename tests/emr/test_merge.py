@@ -554,6 +554,8 @@ def test_a_merge_is_not_quantized_while_it_loads(tmp_path, folders):
         AutoModelForSequenceClassification.from_pretrained(
             tmp_path / "merged", quantization_config=BitsAndBytesConfig(load_in_4bit=True)
         )
+    with pytest.raises(CheckpointError, match="merged' are compressed.*leave this argument out"):
+        AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged", quantization_config=None)
 
 
 def test_a_failing_merge_leaves_an_older_one_as_it_was(tmp_path, folders):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -119,9 +121,9 @@ def test_a_failure_leaves_no_entry_and_a_broken_entry_is_replaced(tmp_path, kept
 
 
 def weights(count: int, values: int = 1000):
-    """Files of this many bytes, the digest of which is the number."""
+    """Files of this many bytes, the digest of which is the number, and what holds their entry while it is referenced."""
     tensor = RawTensor("U8", (values,), torch.full((values,), count, dtype=torch.uint8).numpy())
-    return str(count), shards_of({"a": ("U8", (values,))}, lambda name: tensor, Path(), "1GB")
+    return str(count), shards_of({"a": ("U8", (values,))}, lambda name: tensor, Path(), "1GB"), ExitStack()
 
 
 def test_the_least_recently_loaded_entries_are_removed_first(kept, monkeypatch):
@@ -138,12 +140,50 @@ def test_the_least_recently_loaded_entries_are_removed_first(kept, monkeypatch):
     assert first.is_dir() and third.is_dir()
 
 
-def test_an_entry_that_another_writes_is_not_removed(kept, monkeypatch):
+@pytest.mark.parametrize("used_by", ["a writer", "a model"])
+def test_an_entry_in_use_is_not_removed_nor_counted_as_removed(kept, monkeypatch, used_by):
     monkeypatch.setenv(decoded.LIMIT, "1.5e-6")  # one entry
-    written = decoded.decoded_folder(*weights(1))
-    with files.locked(written), ThreadPoolExecutor(1) as pool:
-        other = pool.submit(decoded.decoded_folder, *weights(2)).result()
-    assert {*entries(kept)} == {written, other}
+    digest, shards, held = weights(1)
+    entry = decoded.decoded_folder(digest, shards, held)
+    if used_by == "a writer":
+        held.close()
+        held.enter_context(files.locked(entry))
+    with ThreadPoolExecutor(1) as pool, pytest.raises(CheckpointError, match="do not fit"):
+        pool.submit(decoded.decoded_folder, *weights(2)).result()
+    assert [*kept.glob("decoded-*")] == [entry]
+    held.close()
+    other = decoded.decoded_folder(*weights(2))
+    assert entries(kept) == [other]
+
+
+def test_an_offloaded_model_keeps_its_entry(tmp_path, kept, monkeypatch):
+    first = compressed(tmp_path / "first")
+    tokens, layers = torch.arange(5)[None], {"model.layers.0": "cpu", "model.layers.1": "disk"}
+    devices = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu") | layers
+    for _ in range(2):  # writes the entry, then finds it
+        model = AutoModelForCausalLM.from_pretrained(first, device_map=devices, offload_folder=tmp_path / "offload")
+        (entry,) = entries(kept)
+        monkeypatch.setenv(decoded.LIMIT, "1e-5")  # less than that
+        expected = model(tokens).logits
+        AutoModelForCausalLM.from_pretrained(compressed(tmp_path / "second", perturb(llama(), seed=9)))
+        assert entries(kept) == [entry] and torch.equal(model(tokens).logits, expected)
+        monkeypatch.delenv(decoded.LIMIT)
+    del model
+    gc.collect()
+    monkeypatch.setenv(decoded.LIMIT, str(sum(path.stat().st_size for path in entry.iterdir()) / 1e9))
+    AutoModelForCausalLM.from_pretrained(tmp_path / "second/small")
+    assert len(entries(kept)) == 1 and not entry.exists()
+
+
+def test_a_link_to_nothing_is_replaced_by_the_entry(kept):
+    entry = decoded.decoded_folder(*weights(1))
+    entry.rename(kept / "moved")
+    entry.symlink_to("nowhere/at/all")
+    assert decoded.decoded_folder(*weights(1)) == entry and not entry.is_symlink()
+    (entry / "model.safetensors").unlink()
+    (entry / "model.safetensors").symlink_to("nowhere")
+    decoded.decoded_folder(*weights(1))
+    assert load_file(entry / "model.safetensors")["a"].sum() == 1000
 
 
 REASONS = [("0", "do not fit"), ("much", "not a number"), ("nan", "not a number"), (None, "is a file")]

@@ -20,7 +20,7 @@ from hf_ext import BaseModelError, CheckpointError, CorruptFileError, HfExtError
 
 pytest.importorskip("diffusers")
 
-from diffusers import UNet2DConditionModel  # noqa: E402
+from diffusers import BitsAndBytesConfig, UNet2DConditionModel  # noqa: E402
 from diffusers.quantizers.base import DiffusersQuantizer  # noqa: E402
 from tiny_diffusers import MODELS, load, model, pipeline, tuned  # noqa: E402
 
@@ -286,6 +286,10 @@ def test_loading_says_what_is_wrong(place: Path, tmp_path: Path, monkeypatch: py
     edit_settings(small, base=str(place / "tuned" / "unet"))
     with pytest.raises(BaseModelError, match="is another model or revision"):
         UNet2DConditionModel.from_pretrained(small)
+    settings = BitsAndBytesConfig(load_in_4bit=True)
+    with pytest.raises(CheckpointError, match="as its BitsAndBytesConfig says.*hf-ext decompress"):
+        UNet2DConditionModel.from_pretrained(place / "small" / "unet", quantization_config=settings)
+    UNet2DConditionModel.from_pretrained(place / "small" / "unet", quantization_config=None)
     monkeypatch.delattr(DiffusersQuantizer, "maybe_update_state_dict")
     with pytest.raises(CheckpointError, match="requires diffusers>=0.39 .*hf-ext decompress"):
         UNet2DConditionModel.from_pretrained(place / "small" / "unet")

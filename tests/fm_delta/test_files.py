@@ -243,7 +243,7 @@ def test_tensors_of_every_type_and_shape_come_back_from_files(tmp_path):
     round_trip(tmp_path / "same", src, write_folder(tmp_path / "all", tensors))
 
 
-def test_types_that_torch_does_not_have_come_back_from_files(tmp_path):
+def test_types_that_share_bytes_come_back_from_files(tmp_path):
     tensors = {name: RawTensor(name, (8,), np.arange(size, dtype=np.uint8)) for name, size in [("F4", 4), ("F6_E2M3", 6)]}
     src = write_folder(tmp_path / "tuned", tensors)
     round_trip(tmp_path, src, write_folder(tmp_path / "base", tensors | weights()))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from pathlib import Path
 
 import pytest
-from tiny_checkpoints import contents, pair
+from tiny_checkpoints import contents, edit_settings, pair
 
 from hf_ext import CheckpointError, fm_delta
 
@@ -33,6 +34,24 @@ def test_links_to_folders_stay_and_links_to_files_are_copied(tmp_path: Path) -> 
         assert os.readlink(folder / "near") == "inside" and os.readlink(folder / "nowhere") == "not/there"
         assert not (folder / "vocab.txt").is_symlink() and (folder / "vocab.txt").read_text() == "words"
         assert contents(folder).keys() - {"README.md"} == contents(tuned).keys()
+
+
+def test_paths_with_two_dots_follow_links_as_the_system_does(tmp_path: Path) -> None:
+    """`link/../base` lies beside the folder that the link leads to."""
+    (tmp_path / "store").mkdir()
+    tuned, base = pair(tmp_path / "store")
+    (tuned / "data").symlink_to("../data")
+    (tmp_path / "link").symlink_to(tuned)
+    fm_delta.compress_checkpoint(tmp_path / "link", tmp_path / "link/../base", tmp_path / "store/small")
+    assert (tmp_path / "store/small/data").readlink() == tmp_path / "store/data"
+    assert json.loads((tmp_path / "store/small/config.json").read_text())["quantization_config"]["base"] == str(base)
+    edit_settings(tmp_path / "store/small", base="../base")
+    (tmp_path / "link").unlink()
+    (tmp_path / "link").symlink_to("store/small")
+    fm_delta.decompress_checkpoint(tmp_path / "link", tmp_path / "back")
+    assert contents(tmp_path / "back")["model.safetensors"] == contents(tuned)["model.safetensors"]
+    fm_delta.compress_all([tuned], tmp_path / "link/../all", base, workers=1)
+    assert (tmp_path / "store/all/tuned/config.json").exists()
 
 
 def test_permissions_stay(tmp_path: Path) -> None:

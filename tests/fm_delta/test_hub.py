@@ -207,6 +207,45 @@ def test_a_listed_shard_that_a_repository_lacks_is_the_error(client, commits, tm
     assert client.hub.log[-1][1].endswith("model-00001-of-00002.safetensors")
 
 
+INCOMPLETE = """
+errors = []
+for act in (
+    lambda: fm_delta.open("user/in-shards"),
+    lambda: fm_delta.compress_checkpoint("user/in-shards", None, "out"),
+    lambda: fm_delta.compress_checkpoint("user/plain", "user/in-shards", "out"),
+    lambda: AutoModelForSequenceClassification.from_pretrained("user/small"),
+):
+    try:
+        errors.append(["none", str(act())])
+    except Exception as error:
+        errors.append([type(error).__name__, str(error)])
+assert not Path("out").exists()
+print(json.dumps(errors))
+"""
+
+
+@pytest.mark.parametrize("kind", ["no file", "a link to nothing"])
+def test_without_a_connection_an_incomplete_copy_names_what_it_lacks(client, commits, tmp_path, kind):
+    client.run(
+        """
+tuned(1).push_to_hub("user/in-shards", max_shard_size="60KB")
+check(1, "user/in-shards")
+check(1, "user/small")
+check(1, "user/plain")
+""",
+        home=tmp_path,
+    )
+    (base,) = tmp_path.rglob("models--user--base/snapshots/*/model.safetensors")
+    shard = sorted(tmp_path.rglob("models--user--in-shards/snapshots/*/model-*"))[1]
+    for file in (base, shard):
+        (file if kind == "no file" else file.resolve()).unlink()
+    errors = json.loads(client.run(INCOMPLETE, home=tmp_path, HF_HUB_OFFLINE="1"))
+    for (error, message), path in zip(errors, (shard, shard, shard, base), strict=True):
+        assert error in ("BaseModelError", "CheckpointError")
+        assert "is incomplete: " in message and path.name in message and "not in the cache" not in message
+    client.run(LOAD.splitlines()[1], home=tmp_path)  # downloads it again
+
+
 CHAIN = """
 tuned(5).save_pretrained("five")
 fm_delta.compress_checkpoint("five", "user/small", "five-small")

@@ -604,6 +604,27 @@ def test_the_config_is_no_way_to_load_a_plain_checkpoint(folder):
     assert_fails(CheckpointError, "enable", folder=folder / "tuned", auto=AutoModelForCausalLM, quantization_config=settings)
 
 
+@pytest.mark.parametrize("dropped", ["argument", "entry", "config"])
+def test_a_configuration_without_the_entry_is_refused(folder, dropped):
+    """The usual `quantization_config=settings if quantize else None` makes the Auto classes drop it."""
+    options: dict = {"quantization_config": None}
+    if dropped != "argument":
+        options = {"config": AutoConfig.from_pretrained(folder / ("small" if dropped == "entry" else "base"))}
+    if dropped == "entry":
+        options["config"].quantization_config = None
+    assert_fails(
+        CheckpointError,
+        "leave this argument out",
+        folder / "small",
+        folder=folder / "small",
+        auto=AutoModelForCausalLM,
+        **options,
+    )
+    plain = AutoModelForCausalLM.from_pretrained(folder / "tuned", quantization_config=None)
+    if dropped == "argument":
+        assert_same_weights(LlamaForCausalLM.from_pretrained(folder / "small", **options), plain)
+
+
 def test_without_the_plugin_every_load_fails_loudly(folder_of):
     targets = [
         f"{auto.__name__}@{folder_of(name) / 'small'}" for name, tiny in MODELS.items() for auto in (tiny.auto, AutoModel)

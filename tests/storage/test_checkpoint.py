@@ -9,14 +9,15 @@ import sys
 import pytest
 import torch
 from processes import python
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tiny_checkpoints import SAFETENSORS_DTYPES, weights, write_folder, write_safetensors
 
 from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
 from hf_ext.storage.checkpoint import Checkpoint
 from hf_ext.storage.config_file import read_config
 from hf_ext.storage.layout import all_weights, select_weights
-from hf_ext.storage.safetensors_file import RawTensor, SafetensorsFile, safetensors_dtype
+from hf_ext.storage.plain_writer import shards_of, write_files
+from hf_ext.storage.safetensors_file import ComputedFile, RawTensor, SafetensorsFile, safetensors_dtype
 
 # ---- files -----------------------------------------------------------------------------------------------------------
 
@@ -63,8 +64,30 @@ def test_a_tensor_with_lazy_conjugation_gives_the_bytes_it_shows():
 def test_types_without_a_counterpart_are_refused_by_name():
     with pytest.raises(CheckpointError, match="complex128"):
         RawTensor.from_torch(torch.zeros(2, dtype=torch.complex128))
-    with pytest.raises(CheckpointError, match="F4"):
-        RawTensor("F4", (2,), RawTensor.from_torch(torch.zeros(1, dtype=torch.uint8)).data).to_torch()
+    for dtype, shape, size in (("F6_E2M3", (4,), 3), ("F4", (2, 3), 3), ("F2", (4,), 1)):
+        with pytest.raises(CheckpointError, match=dtype):
+            RawTensor(dtype, shape, RawTensor.from_torch(torch.zeros(size, dtype=torch.uint8)).data).to_torch()
+    with pytest.raises(CheckpointError, match="F2"):
+        ComputedFile("model.safetensors", {"a": ("F2", (4,))}, dict().__getitem__, {})
+
+
+def test_types_that_share_bytes_are_written_and_read_as_safetensors_does(tmp_path):
+    pairs = torch.arange(64, dtype=torch.uint8).view(torch.float4_e2m1fn_x2).reshape(4, 16)
+    tensors = {"packed": pairs, "scales": torch.arange(8, dtype=torch.uint8).view(torch.float8_e8m0fnu), "a": torch.ones(3)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    file = SafetensorsFile(tmp_path / "model.safetensors")
+    assert file.entries["packed"][:2] == ("F4", (4, 32))
+    for name, tensor in tensors.items():
+        read = file[name].to_torch()
+        assert (read.dtype, read.shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(read.view(torch.uint8), tensor.view(torch.uint8))
+    shapes = {name: entry[:2] for name, entry in file.entries.items()}
+    (tmp_path / "out").mkdir()
+    write_files(shards_of(shapes, file.__getitem__, tmp_path / "out", "1GB"), tmp_path / "out", "Writing")
+    again = load_file(tmp_path / "out/model.safetensors")
+    assert {name: tensor.view(torch.uint8).tolist() for name, tensor in tensors.items()} == {
+        name: again[name].view(torch.uint8).tolist() for name in again
+    }
 
 
 # ---- which files -----------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
@@ -21,6 +20,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from hf_ext.serving.vllm.models import whole_layers
+from hf_ext.storage.hub import absolute_path
 from hf_ext.weight_sync.publisher import Publisher
 from hf_ext.weight_sync.subscriber import Subscriber
 
@@ -131,7 +131,7 @@ class PlaceTrainerEngine(TrainerWeightTransferEngine[PlaceTrainerInitInfo]):
             raise ValueError("the weights to publish are missing: give trainer_init a source, such as ModuleSource(model)")
         if not init_info.is_sender:
             return cls(None, client=client, source=source)
-        place = os.path.abspath(init_info.place) if "://" not in init_info.place else init_info.place
+        place = absolute_path(init_info.place) if "://" not in init_info.place else init_info.place
         client.init_weight_transfer_engine({"place": place})
         return cls(Publisher(place, **init_info.options), client=client, source=source)
 
