@@ -200,7 +200,7 @@ def downloaded(name: str | os.PathLike, what: str = "", whole: bool = False) -> 
     # Without a connection, the folder may be what is left of an interrupted download.
     files = [path for path in (folder / subfolder).rglob("*") if whole or not any(path.match(other) for other in OTHER_WEIGHTS)]
     indices = [path for path in files if path.name in INDICES and path.exists()]
-    files += [path.with_name(shard) for path in indices for shard in read_index(path)]
+    files += [path.with_name(shard) for path in indices for shard in shards_in(path)]
     if lacking := sorted({path.relative_to(folder).as_posix() for path in files if not path.exists()}):
         raise CheckpointError(what + incomplete(name, folder, lacking))
     return folder / subfolder
