@@ -13,18 +13,20 @@ class EMRConfig(DecodingConfig):
         base, revision, dtype: as for `DecodingConfig`.
         tasks: the names of all tasks. The first one loads.
         digests: by task, the checksum of its file's header.
+        task: the only entry in the folder of a task, besides the type: the task to load, of the merge one folder up.
     """
 
     quant_method = EMR
 
     def __init__(
         self,
-        base: str,
+        base: str | None = None,
         revision: str | None = None,
         dtype: str | None = None,
         tasks: list[str] | None = None,
         digests: dict[str, str] | None = None,
+        task: str | None = None,
         **kwargs,
     ):
         super().__init__(base, revision, dtype, **kwargs)
-        self.tasks, self.digests = tasks, digests
+        self.tasks, self.digests, self.task = tasks, digests, task

@@ -20,15 +20,13 @@ from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
 from hf_ext.storage.config_file import CONFIG, read_config, storage_settings
 from hf_ext.storage.files import copy, write_json
 from hf_ext.storage.hub import HUB, Hub, first_line, repository_of, snapshot_of
-from hf_ext.storage.layout import select_weights
+from hf_ext.storage.layout import GENERATION, select_weights
 from hf_ext.storage.native import FLOATS, WIDTHS, cast
 from hf_ext.storage.open import OF_TASK, open_delta
 from hf_ext.storage.plain_writer import shards_of
 from hf_ext.storage.prefetch import Prefetcher, threads_for
 from hf_ext.storage.safetensors_file import ComputedFile, Entry, RawTensor
 from hf_ext.storage.source import TensorSource
-
-GENERATION = "generation_config.json"
 
 
 class MergeFolder:
@@ -138,7 +136,9 @@ class MergeFolder:
             raise CorruptFileError(f"{path} is missing: the folder is incomplete. {REPAIR}")
         if xxhash.xxh3_64_hexdigest(path.read_bytes()) != self.files[task].record.config:
             raise CorruptFileError(f"{path} is damaged: checksum mismatch. {REPAIR}")
-        return read_config(path)
+        config = read_config(path)
+        config.pop("quantization_config", None)  # by which the task's folder loads
+        return config
 
     def generation_config(self, task: str) -> dict:
         path = self.assets(task).get(GENERATION)

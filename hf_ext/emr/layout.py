@@ -2,13 +2,15 @@
 
 config.json, other files           of the first task; config.json has a `quantization_config` of the method `emr`
 model.safetensors (or shards)      the elected weights, as differences from the base
-task-TASK/config.json              of the task
+task-TASK/config.json              of the task; from_pretrained loads the folder as this task of the merge
+task-TASK/…index.json              names the files of the elected weights
 task-TASK/modulators.safetensors   masks and rescalers, or coded tensors, and the task's own tensors
 task-TASK/…                        its other files, unless they equal those of the first task
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,8 +19,8 @@ from hf_ext.emr.modulators import FILE, REPAIR, TASK_FOLDER, TaskFile
 from hf_ext.errors import CheckpointError, CorruptFileError, HfExtError
 from hf_ext.storage.config_file import CONFIG, EMR, storage_settings
 from hf_ext.storage.layout import INDEX, select_weights
-from hf_ext.storage.open import OF_TASK
 
+TASK_FILES = FILE, CONFIG, INDEX
 TASK_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -64,7 +66,8 @@ def files_of(folder: Path, tasks: Mapping[str, TaskFile]) -> list[Path]:
     paths = [folder / INDEX, folder / CONFIG, *select_weights(folder)]
     for task, file in tasks.items():
         place = folder / task_folder(task)
-        paths += [place / FILE, place / CONFIG, *(parent / name for name in file.record.files for parent in (place, folder))]
+        paths += [place / name for name in TASK_FILES]
+        paths += [parent / name for name in file.record.files for parent in (place, folder)]
     return sorted({path.relative_to(folder) for path in paths if path.is_file()})
 
 
@@ -75,12 +78,13 @@ def older_files(folder: Path) -> list[Path]:
         return files_of(folder, task_files(folder))
     except (HfExtError, OSError):
         tasks = [path.parent for path in folder.glob(f"{task_folder('*')}/{FILE}")]
-        return [(task / name).relative_to(folder) for task in tasks for name in (FILE, CONFIG) if (task / name).is_file()]
+        return [(task / name).relative_to(folder) for task in tasks for name in TASK_FILES if (task / name).is_file()]
 
 
-def name_of_task(name: str, task: str, tasks: Sequence[str]) -> str:
-    """Returns MERGE#TASK, or MERGE for the first of `tasks`, which the name of the merge loads. `name` is that of the merge, or
-    of one of its tasks."""
+def name_of_task(name: str, folder: Path, task: str, tasks: Sequence[str]) -> str:
+    """Returns the name that loads a task of the merge in a folder: that of the merge for the first of `tasks`, else the task's
+    folder. `name` is that of the merge, or of one of its tasks."""
     for other in tasks:
-        name = name.removesuffix(f"{OF_TASK}{other}")
-    return name if task == tasks[0] else f"{name}{OF_TASK}{task}"
+        name = name.removesuffix(f"/{task_folder(other)}")
+    merge = name if os.path.isdir(name) else str(folder)
+    return name if task == tasks[0] else f"{merge}/{task_folder(task)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class EMRQuantizer(DecodingQuantizer):
-    """Loads the first task of a merge, and adds the methods that switch to the others."""
+    """Loads a task of a merge, the first one by default, and adds the methods that switch to the others."""
 
     quantization_config: EMRConfig
     plain = "This checkpoint is not a merge. Load it without an EMRConfig."
@@ -41,8 +42,11 @@ class EMRQuantizer(DecodingQuantizer):
 
     def open(self, model: PreTrainedModel, files: list[Path]) -> TensorSource:
         settings, hub = self.quantization_config, compat.hub_settings(PreTrainedModel)
-        self.merged = open_merge(files[0].parent, settings.base, settings.revision, hub)
-        return _FirstTask(self.merged)
+        folder = files[0].parent if settings.task is None else Path(os.path.realpath(files[0].parent))
+        self.merged = open_merge(folder, settings.base, settings.revision, hub)
+        self.task = settings.task or self.merged.tasks[0]
+        self.merged.require_task(self.task)
+        return _OneTask(self.merged, self.task)
 
     def loaded(self, target: str, names: dict[str, list[str]], converter: Any) -> None:
         from hf_ext.integration.weight_plan import Loaded
@@ -60,7 +64,7 @@ class EMRQuantizer(DecodingQuantizer):
                 self.plan = plan_of(model, self.source.names())[0]
         untie(model, self.plan)
         model.tasks = list(self.merged.tasks)
-        model.active_task = self.merged.tasks[0]
+        model.active_task = self.task
         model.set_task = SetTask(model, self.merged, self.plan)
         model.save_pretrained = MergedSaving(model)
         if model.can_generate():
@@ -69,14 +73,16 @@ class EMRQuantizer(DecodingQuantizer):
         return model
 
 
-class _FirstTask(TensorSource):
-    """The first task's tensors. Each tensor that it lacks comes from the first task that has it."""
+class _OneTask(TensorSource):
+    """A task's tensors. Each tensor that it lacks comes from the first task that has it."""
 
-    def __init__(self, merged: MergeFolder):
-        self.name, self.digest = str(merged.folder), repr([file.record for file in merged.files.values()])
+    def __init__(self, merged: MergeFolder, task: str):
+        self.name, self.digest = str(merged.folder), repr([task, *(file.record for file in merged.files.values())])
         self.merged = merged
-        files = {task: merged.files[task] for task in reversed(merged.tasks)}
-        self.holder = {name: task for task, file in files.items() for name in [*file.names(), *file.record.ties]}
+        self.holder: dict[str, str] = {}
+        for other in (*reversed(merged.tasks), task):
+            file = merged.files[other]
+            self.holder |= dict.fromkeys([*file.names(), *file.record.ties], other)
 
     def names(self) -> list[str]:
         return self.merged.elected.names()

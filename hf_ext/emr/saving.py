@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -13,15 +12,14 @@ from huggingface_hub import CommitInfo
 from transformers import PreTrainedModel
 from transformers.utils.logging import get_logger
 
-from hf_ext.emr.layout import files_of, name_of_task, older_files
+from hf_ext.emr.layout import files_of, older_files
 from hf_ext.emr.switching import SetTask
 from hf_ext.errors import CheckpointError
 from hf_ext.integration.cards import CARD, has_card
 from hf_ext.integration.save_hooks import Saving
-from hf_ext.storage.config_file import CONFIG, add_settings, is_merge, read_config, remove_settings, storage_settings
-from hf_ext.storage.files import require_another_folder, rewrite, staged_folder, write_json
+from hf_ext.storage.config_file import CONFIG, add_settings, is_merge, remove_settings, storage_settings
+from hf_ext.storage.files import require_another_folder, rewrite, staged_folder
 from hf_ext.storage.hub import absolute
-from hf_ext.storage.layout import ADAPTER_CONFIG
 from hf_ext.storage.source import TensorSource
 
 logger = get_logger(__name__)
@@ -61,8 +59,6 @@ class MergedSaving(Saving):
                 )
             with staged_folder(folder) as stage:
                 self.plain_save(stage, **kwargs)
-                if adapter:
-                    _record_task(stage / ADAPTER_CONFIG, task, self.model.tasks)
                 return [path.relative_to(stage).as_posix() for path in sorted(stage.rglob("*")) if path.is_file()]
         files = files_of(switch.merged.folder, switch.merged.reopened().files)
         if (switch.merged.folder / CARD).is_file() and not has_card(folder):
@@ -105,11 +101,3 @@ def _record_base(stage: Path, base: TensorSource) -> None:
     used = settings | {"base": absolute(base.name), "revision": base.revision}
     if used != settings:
         rewrite(stage / CONFIG, lambda text: add_settings(remove_settings(text), used))
-
-
-def _record_task(path: Path, task: str, tasks: Sequence[str]) -> None:
-    """Makes the base that an adapter's config names that of the task which is active now, not when the adapter was added."""
-    if path.exists():
-        config = read_config(path)
-        base = name_of_task(config["base_model_name_or_path"], task, tasks)
-        write_json(path, config | {"base_model_name_or_path": base})

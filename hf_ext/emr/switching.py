@@ -73,9 +73,12 @@ class SetTask:
             change = self._change(model.active_task, name)
             weights = self._rewritten(name, discard_changes)
             change.apply(model)
-            # PEFT records this as an adapter's base, so that nothing loads the adapter onto another task.
-            model.name_or_path = name_of_task(model.name_or_path, name, model.tasks)
-            model.active_task = name
+            # PEFT records this as an adapter's base.
+            loaded_by = name_of_task(model.name_or_path, self.merged.folder, name, model.tasks)
+            for adapter in getattr(model, "peft_config", {}).values():
+                if adapter.base_model_name_or_path == model.name_or_path:
+                    adapter.base_model_name_or_path = loaded_by
+            model.name_or_path, model.active_task = loaded_by, name
             self._checksums = self._of_others(weights)
 
     def changed(self) -> str | None:

@@ -39,6 +39,7 @@ from hf_ext.storage.delta.coarse import coarsened
 from hf_ext.storage.delta.source import PARTS_OF, DeltaCheckpoint
 from hf_ext.storage.delta.writer import write_delta
 from hf_ext.storage.files import copy, write_json
+from hf_ext.storage.layout import GENERATION, INDEX
 from hf_ext.storage.native import WIDTHS, cast
 from hf_ext.storage.plain_writer import shards_of
 from hf_ext.storage.prefetch import Prefetcher, progress, threads_for
@@ -97,12 +98,16 @@ class MergeWriter:
             elif self.writers and not self.accept_conflicts:
                 self._require_agreement(rescale)
             tensors = {name: self.ballot.stored(name) for name in self.holders}
+            dtype = float_name(tensors[name][0] for name in sorted(tensors))
             files = shards_of(tensors, self._tensor, self.out, max_shard_size, {PARTS_OF: EMR})
             recorded, [digest] = write_delta([files], self.base, self.out)
             for model in self.models:
                 folder = self.out / task_folder(model.task)
                 folder.mkdir(exist_ok=True)
-                write_json(folder / CONFIG, model.config)
+                settings = {"quant_method": EMR, "dtype": dtype, "task": model.task}
+                write_json(folder / CONFIG, model.config | {"quantization_config": settings})
+                listed = {next(iter(file.entries)): f"../{file.path.name}" for file in files}
+                write_json(folder / INDEX, {"metadata": {}, "weight_map": listed})
             records = {model: self._record(model, digest, rescale) for model in self.writers}
             if not (self.accept_conflicts or self.budget):
                 figures = {task.task: (task.report["relative"], task.report["cosine"]) for task in records.values()}
@@ -123,10 +128,10 @@ class MergeWriter:
         for name, path in first.assets.items():
             copy(path, self.out / name)
         for model in self.models:
-            if not _same_files(model.assets, first.assets):
-                for name, path in model.assets.items():
+            same = _same_files(model.assets, first.assets)
+            for name, path in model.assets.items():
+                if not same or name == GENERATION:  # which loading a task's folder reads there
                     copy(path, self.out / task_folder(model.task) / name)
-        dtype = float_name(tensors[name][0] for name in sorted(tensors))
         assert recorded is not None  # as a merge has a base
         settings = {"quant_method": EMR, "hint": HINT, "base": recorded.name, "revision": recorded.revision, "dtype": dtype}
         paths = {model.task: self.out / task_folder(model.task) / FILE for model in self.models}

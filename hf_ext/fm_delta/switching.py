@@ -16,13 +16,11 @@ from hf_ext.integration.in_place import LiveWeights, lock_of, require_plain
 from hf_ext.storage.checkpoint import Checkpoint
 from hf_ext.storage.config_file import CONFIG, read_config, require_unquantized
 from hf_ext.storage.hub import Hub, is_local, reaching
-from hf_ext.storage.layout import ADAPTER, ADAPTER_CONFIG
+from hf_ext.storage.layout import ADAPTER, ADAPTER_CONFIG, GENERATION
 from hf_ext.storage.open import OF_TASK, open_checkpoint
 from hf_ext.storage.source import TensorSource
 
 logger = get_logger(__name__)
-
-GENERATION = "generation_config.json"
 
 
 def switch(

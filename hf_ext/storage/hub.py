@@ -12,7 +12,7 @@ import huggingface_hub  # its parts load where they are used: local folders need
 from huggingface_hub.constants import HF_HUB_CACHE, HF_HUB_OFFLINE
 
 from hf_ext.errors import BaseModelError, CheckpointError, HfExtError
-from hf_ext.storage.layout import INDICES, PIPELINE, SINGLES, shards_in
+from hf_ext.storage.layout import INDICES, PIPELINE, SINGLES, all_weights, shards_in
 
 if TYPE_CHECKING:
     from huggingface_hub.utils import SafetensorsFileMetadata
@@ -198,12 +198,13 @@ def downloaded(name: str | os.PathLike, what: str = "", whole: bool = False) -> 
             f"{what}'{name}' is neither a folder nor a Hub repository that can be reached: {reason_of(error)}"
         ) from error
     # Without a connection, the folder may be what is left of an interrupted download.
-    files = [path for path in (folder / subfolder).rglob("*") if whole or not any(path.match(other) for other in OTHER_WEIGHTS)]
-    indices = [path for path in files if path.name in INDICES and path.exists()]
-    files += [path.with_name(shard) for path in indices for shard in shards_in(path)]
+    root = folder / subfolder
+    files = [path for path in root.rglob("*") if whole or not any(path.match(other) for other in OTHER_WEIGHTS)]
+    components = [path for path in root.iterdir() if path.is_dir()] if (root / PIPELINE).exists() else []
+    files += [path for place in (root, *components) for path in all_weights(place)]
     if lacking := sorted({path.relative_to(folder).as_posix() for path in files if not path.exists()}):
         raise CheckpointError(what + incomplete(name, folder, lacking))
-    return folder / subfolder
+    return root
 
 
 def local_copy(src: str | os.PathLike) -> Path:

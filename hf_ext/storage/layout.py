@@ -12,6 +12,7 @@ from hf_ext.errors import CheckpointError, CorruptFileError
 from hf_ext.storage.config_file import read_config
 
 OWN_FOLDER = re.compile(r"\w[\w.-]*")  # names that lead into no other folder
+GENERATION = "generation_config.json"
 ADAPTER = "adapter_model.safetensors"  # the weights of a PEFT adapter
 ADAPTER_CONFIG = "adapter_config.json"
 DIFFUSERS_LORA = "pytorch_lora_weights.safetensors"  # the adapters of a pipeline's components

@@ -12,7 +12,7 @@ import pytest
 import torch
 from datasets import Dataset
 from hosts import adapters_of_transformers
-from peft import LoraConfig, get_peft_model
+from peft import AutoPeftModel, LoraConfig, get_peft_model
 from tiny_checkpoints import contents, edit_settings
 from tiny_merges import METHODS, same_tensors, tensors_of, write_tasks
 from tiny_models import assert_same_weights, bert, inputs, perturb, tokenizer
@@ -303,10 +303,19 @@ def test_a_task_is_compressed_alone_or_extracted(merged, model, tmp_path):
         emr.extract(bert(), "cr", tmp_path / "none")
 
 
-def test_an_adapter_names_the_task_that_it_was_trained_on(merged, model, tmp_path):
-    for task, name in (("cr", f"{merged[0]}#cr"), ("trec", str(merged[0]))):
+@pytest.mark.parametrize("first", ["the task", "the adapter"])
+@pytest.mark.parametrize("task", ["cr", "trec"])
+def test_an_adapter_loads_onto_the_task_that_it_was_trained_on(merged, model, tmp_path, task, first):
+    config = LoraConfig(r=2, target_modules=["query"], init_lora_weights=False)
+    if first == "the task":
         model.set_task(task)
-        adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["query"]))
-        adapted.save_pretrained(tmp_path / task)
-        assert json.loads((tmp_path / task / "adapter_config.json").read_text())["base_model_name_or_path"] == name
-        adapted.unload()
+    adapted = get_peft_model(model, config)
+    adapted.set_task(task)
+    adapted.save_pretrained(tmp_path / "adapter")
+    loaded = AutoPeftModel.from_pretrained(tmp_path / "adapter")
+    assert_same_weights(loaded, adapted)
+    base = loaded.get_base_model()
+    assert base.active_task == task and base.tasks == model.tasks
+    loaded.unload()
+    base.set_task("subj")
+    assert_same_weights(base, Auto.from_pretrained(merged[0] / "task-subj"))
