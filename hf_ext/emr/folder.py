@@ -28,6 +28,8 @@ from hf_ext.storage.prefetch import Prefetcher, threads_for
 from hf_ext.storage.safetensors_file import ComputedFile, Entry, RawTensor
 from hf_ext.storage.source import TensorSource
 
+KEPT_TASKS = 4  # whose masks stay in memory
+
 
 class MergeFolder:
     """The opened folder of a merge. Computes the tensors of its tasks one by one.
@@ -58,7 +60,7 @@ class MergeFolder:
         self._require_all_listed()
         self._elected: dict[str, RawTensor] = {}  # what `keep` has read
         self._priors: dict[str, np.ndarray] = {}
-        self._modulators: dict[tuple[str, str], tuple[np.ndarray | None, float]] = {}
+        self._modulators: dict[str, dict[str, tuple[np.ndarray | None, float]]] = {}  # of the tasks that were used last
 
     def _require_all_listed(self) -> None:
         """Raises CorruptFileError if the folder has files of a task that config.json does not list."""
@@ -97,22 +99,28 @@ class MergeFolder:
         return again
 
     def keep(self, *tasks: str) -> None:
-        """Reads into memory the elected weights, the base's, and these tasks' masks. There they stay for the next switch."""
+        """Reads into memory the elected weights, the base's, and these tasks' masks. There they stay for the next switch, the
+        masks of the last few tasks."""
+        for task in tasks:  # the last ones are the latest
+            self._modulators[task] = self._modulators.pop(task, {})
+        for task in [*self._modulators][:-KEPT_TASKS]:
+            del self._modulators[task]
         keys = [(task, name) for task in tasks for name in self.files[task].record.modulated]
-        sizes = {name: self.elected.entry(name).nbytes for task, name in keys if (task, name) not in self._modulators}
+        sizes = {name: self.elected.entry(name).nbytes for task, name in keys if name not in self._modulators[task]}
 
         def read(name: str) -> tuple[RawTensor, np.ndarray, dict]:
             elected = self._elected.get(name) or self.elected.read(name)
             having = [task for task in tasks if name in self.files[task].record.modulated]
-            return elected, self.prior(name), {(task, name): self.modulator(task, name) for task in having}
+            return elected, self.prior(name), {task: self.modulator(task, name) for task in having}
 
         for name, (elected, prior, modulators) in [*Prefetcher(read, sizes)]:
             self._elected[name], self._priors[name] = elected, prior  # a view of the base's file, if plain and of that type
-            self._modulators |= modulators
+            for task, modulator in modulators.items():
+                self._modulators[task][name] = modulator
 
     def target(self, task: str, to: str, name: str, live: np.ndarray) -> election.Target:
         """Returns the change of a weight in memory from one task's to another's. `keep` has read both."""
-        elected, masks = self._elected[name], (*self._modulators[task, name], *self._modulators[to, name])
+        elected, masks = self._elected[name], (*self._modulators[task][name], *self._modulators[to][name])
         return election.Target(FLOATS[elected.dtype], self._priors[name], elected.data, *masks, live)
 
     def require_same_base(self, name: str) -> None:
@@ -125,7 +133,7 @@ class MergeFolder:
         return self.elected.digest, *((task, file.record.checksums) for task, file in self.files.items())
 
     def require_task(self, task: str) -> None:
-        if task not in self.files:
+        if not isinstance(task, str) or task not in self.files:
             raise CheckpointError(f"There is no task {task!r} in {self.folder}; its tasks are {', '.join(self.tasks)}.")
 
     def task_config(self, task: str) -> dict:
@@ -202,8 +210,8 @@ class MergeFolder:
 
     def modulator(self, task: str, name: str) -> tuple[np.ndarray | None, float]:
         """Returns the mask and the rescaler that make the task's tensor from the elected one."""
-        if (task, name) in self._modulators:
-            return self._modulators[task, name]
+        if name in (known := self._modulators.get(task, {})):
+            return known[name]
         file = self.files[task]
         return file.mask(name, math.prod(self.elected.entry(name).shape)), file.record.modulated[name].scale
 

@@ -18,7 +18,7 @@ from hf_ext.emr.layout import name_of_task
 from hf_ext.emr.modulators import CODE
 from hf_ext.errors import CheckpointError, UnsavedChangesError
 from hf_ext.integration import compat
-from hf_ext.integration.config_change import ConfigChange, change_between
+from hf_ext.integration.config_change import LABELS, ConfigChange, change_between
 from hf_ext.integration.in_place import LiveWeights, is_same, lock_of
 from hf_ext.storage.prefetch import Prefetcher
 from hf_ext.storage.source import TensorSource
@@ -57,7 +57,7 @@ class SetTask:
         self._is_mixed = False  # after a failed switch whose changes could not be reverted
         weights = LiveWeights(model, plan)
         self._names = set(weights.tensors)
-        self._checksums = self._of_others(weights)  # of the weights that the active task has no tensors for
+        self._kept = self._copies(weights)  # of the weights that the active task has no tensors for
 
     def __call__(self, name: str, discard_changes: bool = False) -> None:
         model = self.model
@@ -70,7 +70,7 @@ class SetTask:
                 "newer hf_ext, or an older Transformers."
             )
         with lock_of(model), torch.inference_mode(False), torch.no_grad(), compat.host_internals("Switching tasks", ADVICE):
-            change = self._change(model.active_task, name)
+            change = self._change(model.active_task, name, discard_changes)
             weights = self._rewritten(name, discard_changes)
             change.apply(model)
             # PEFT records this as an adapter's base.
@@ -79,7 +79,7 @@ class SetTask:
                 if adapter.base_model_name_or_path == model.name_or_path:
                     adapter.base_model_name_or_path = loaded_by
             model.name_or_path, model.active_task = loaded_by, name
-            self._checksums = self._of_others(weights)
+            self._kept = self._copies(weights)
 
     def changed(self) -> str | None:
         """Returns the name of a parameter that was changed since the active task became active; None if there is none."""
@@ -89,14 +89,17 @@ class SetTask:
         except UnsavedChangesError as error:
             return error.parameter
         added = sorted(weights.tensors.keys() - self._names)
-        changed = (name for name, checksum in self._of_others(weights).items() if checksum != self._checksums.get(name))
-        return next(iter([*added, *changed]), None)
+        return next(iter([*added, *(name for name in self._others(weights) if self._is_changed(weights, name))]), None)
 
-    def _change(self, old: str, new: str) -> ConfigChange:
-        if (old, new) not in self._changes:
-            configs, settings = ((read(old), read(new)) for read in (self.merged.task_config, self.merged.generation_config))
-            self._changes[old, new] = change_between(self.model, configs, settings)
-        return self._changes[old, new]
+    def _change(self, old: str, new: str, discard: bool) -> ConfigChange:
+        """Returns the change between two tasks. With `discard`, the model may have other labels than the old task."""
+        if (old, new) in self._changes and not discard:
+            return self._changes[old, new]
+        configs, settings = ((read(old), read(new)) for read in (self.merged.task_config, self.merged.generation_config))
+        if discard:
+            labels = {key: value for key, value in self.model.config.to_dict().items() if key in LABELS}
+            return change_between(self.model, (configs[0] | labels, configs[1]), settings)
+        return self._changes.setdefault((old, new), change_between(self.model, configs, settings))
 
     def _rewritten(self, name: str, discard: bool) -> LiveWeights:
         """Changes all weights or none, and returns them: makes and checks the new tensors first, then overwrites the others at
@@ -180,18 +183,19 @@ class SetTask:
     def _changed(self, weights: LiveWeights, loaded: Loaded, task: TensorSource) -> str | None:
         if loaded.is_in(task):
             return weights.changed(loaded, task)
-        weight = weights.tensors.get(loaded.target)
-        is_kept = weight is None or self._checksums.get(loaded.target) == _checksum(weight)
-        return None if is_kept else loaded.target
+        return loaded.target if loaded.target in weights.tensors and self._is_changed(weights, loaded.target) else None
 
-    def _of_others(self, weights: LiveWeights) -> dict[str, str]:
-        """Returns checksums of the weights that the active task has no tensors for, such as a new head."""
+    def _is_changed(self, weights: LiveWeights, name: str) -> bool:
+        """Checks whether a weight that the active task has no tensor for is not the one that it was, in any type."""
+        return name not in self._kept or not is_same(weights.tensors[name], self._kept[name])
+
+    def _others(self, weights: LiveWeights) -> list[str]:
+        """Returns the weights that the active task has no tensors for, such as a new head."""
         task = self.model.active_task
         if task not in self._made:
             self._made[task] = weights.made_from(self.merged.source(task))
         names = sorted(self._names & weights.tensors.keys() - self._made[task])
-        return {name: _checksum(weights.tensors[name]) for name in names if not weights.tensors[name].is_meta}
+        return [name for name in names if not weights.tensors[name].is_meta]
 
-
-def _checksum(tensor: torch.Tensor) -> str:
-    return xxhash.xxh3_128_hexdigest(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    def _copies(self, weights: LiveWeights) -> dict[str, torch.Tensor]:
+        return {name: weights.tensors[name].detach().clone() for name in self._others(weights)}

@@ -40,7 +40,7 @@ from hf_ext.storage.delta.source import PARTS_OF, DeltaCheckpoint
 from hf_ext.storage.delta.writer import write_delta
 from hf_ext.storage.files import copy, write_json
 from hf_ext.storage.layout import GENERATION, INDEX
-from hf_ext.storage.native import WIDTHS, cast
+from hf_ext.storage.native import WIDTHS, as_numbers, cast
 from hf_ext.storage.plain_writer import shards_of
 from hf_ext.storage.prefetch import Prefetcher, progress, threads_for
 from hf_ext.storage.safetensors_file import RawTensor, float_name
@@ -199,9 +199,12 @@ class MergeWriter:
     def _add_sums(self, model: TaskModel, name: str, sums: np.ndarray) -> None:
         """Keeps the sums of a new task's tensor. Raises CheckpointError if it has values that are not finite."""
         if sums["not_finite"]:
+            base = self.base.read(self.ballot.twin(name))
+            is_finite = np.isfinite(as_numbers(base.data, base.dtype)).all()
+            one, other = (model, f"the base {self.base}") if is_finite else (f"the base {self.base}", model)
             raise CheckpointError(
-                f"Tensor '{name}' of task '{model.task}' has {int(sums['not_finite'])} values that are infinite or not a "
-                "number, unlike in the base. Such a model cannot be merged."
+                f"Tensor '{name}' of {one} has values that are infinite or not a number, unlike in {other}. Such models cannot "
+                "be merged."
             )
         self.sums[model][name] = sums
 

@@ -19,8 +19,7 @@ FREE = re.compile(
     r"architectures|label|problem_type|vocab_size|token_id|name|version|dtype|drop|finetuning_task|task_specific|use_cache|"
     r"checkpointing|output_(attentions|hidden|router|scores|logits)|return_dict|initializer|max_length|min_length|num_beams|temperature|top_[kp]|penalty|do_sample|suppress_tokens|auto_map"
 )
-LABELS = ("id2label", "label2id", "architectures", "transformers_version", "dtype", "_name_or_path")
-
+LABELS, NAMES = ("id2label", "label2id"), ("architectures", "transformers_version", "dtype", "_name_or_path")
 
 WRAPPERS = (".base_layer", ".original_module")  # PEFT puts these between a module and its weights
 
@@ -111,7 +110,7 @@ def _skeleton(
 
 
 def _structure(config: dict) -> dict:
-    return {key: value for key, value in config.items() if key not in LABELS}
+    return {key: value for key, value in config.items() if key not in (*LABELS, *NAMES)}
 
 
 def _sizes(first: dict[str, torch.nn.Module], second: dict[str, torch.nn.Module]) -> list[tuple[str, str, Any]]:

@@ -160,11 +160,18 @@ def test_what_cannot_be_coded_is_one_error_and_nothing_is_written(tmp_path, fold
         with pytest.raises(CheckpointError, match=message):
             emr.merge(base, {"cr": tasks["cr"]}, tmp_path / "out", **{"method": "switch"} | options)
     for task, message in (
-        (broken, "1 values that are infinite"),
+        (broken, "of task 'more' .* has values that are infinite .*, unlike in the base"),
         (stranger, "no fine-tune of this"),
     ):
         with pytest.raises((CheckpointError, BaseModelError), match=message):
             emr.add_task(coded, "more", task, tmp_path / "out", bits=4)
+    damaged = shutil.copytree(base, tmp_path / "damaged")
+    tensors = tensors_of(damaged)
+    tensors["pooler.dense.bias"][3] = torch.inf
+    save_file(tensors, damaged / "model.safetensors", {"format": "pt"})
+    for method in ("emr", "switch"):
+        with pytest.raises(CheckpointError, match="of the base '.*damaged' has values that are infinite"):
+            emr.merge(damaged, {"cr": tasks["cr"]}, tmp_path / "out", method=method)
     assert not (tmp_path / "out").exists()
 
 

@@ -13,6 +13,7 @@ import torch
 from datasets import Dataset
 from hosts import adapters_of_transformers
 from peft import AutoPeftModel, LoraConfig, get_peft_model
+from safetensors.torch import save_file
 from tiny_checkpoints import contents, edit_settings
 from tiny_merges import METHODS, same_tensors, tensors_of, write_tasks
 from tiny_models import assert_same_weights, bert, inputs, perturb, tokenizer
@@ -255,6 +256,29 @@ def test_a_changed_model_is_saved_plain(merged, model, tmp_path):
     model.set_task("trec", discard_changes=True)
     model.save_pretrained(tmp_path / "plain", state_dict=model.state_dict())
     same_tensors(tensors_of(tmp_path / "plain"), tensors_of(merged[1]["trec"]))
+
+
+def test_labels_that_were_chosen_when_loading_can_be_discarded(merged):
+    for task, labels in (("trec", 6), ("cr", 2)):
+        model = Auto.from_pretrained(merged[0], num_labels=7, ignore_mismatched_sizes=True)
+        with pytest.raises(UnsavedChangesError):
+            model.set_task("cr")
+        model.set_task(task, discard_changes=True)
+        assert model.config.num_labels == model.num_labels == model.classifier.out_features == labels
+        assert_same_weights(model, Auto.from_pretrained(merged[1][task]))
+
+
+def test_what_a_task_has_no_tensors_for_may_change_its_type(tmp_path):
+    base, tasks = write_tasks(tmp_path / "in", {"cr": 2, "subj": 2})
+    tensors = tensors_of(tasks["cr"])
+    save_file({name: tensors[name] for name in tensors if "classifier" not in name}, tasks["cr"] / "model.safetensors")
+    emr.merge(base, tasks, tmp_path / "merged")
+    model = Auto.from_pretrained(tmp_path / "merged").half()
+    for task in ("subj", "cr"):
+        model.set_task(task)
+    model.classifier.weight.data[0, 0] += 1
+    with pytest.raises(UnsavedChangesError, match="classifier.weight"):
+        model.set_task("subj")
 
 
 def test_what_the_merge_has_no_tensors_for_is_saved_too(tmp_path):

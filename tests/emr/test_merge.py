@@ -15,7 +15,6 @@ import reference_election as reference
 import torch
 from hosts import adapters_of_transformers, host
 from peft import (
-    AutoPeftModelForSequenceClassification,
     IA3Config,
     LNTuningConfig,
     LoraConfig,
@@ -482,7 +481,7 @@ def refusals(place: Path, base: Path, tasks: dict) -> Iterator[tuple]:
     yield base, tasks | {"half": saved(classifier(2, 3).bfloat16(), place / "half")}, "BF16 in task 'half' and F32 in 'trec'"
     broken = classifier(2, 2)
     broken.bert.pooler.dense.bias.data[3] = torch.nan
-    message = "'bert.pooler.dense.bias' of task 'broken' has 1 values that are infinite"
+    message = "'bert.pooler.dense.bias' of task 'broken' .* has values that are infinite"
     yield base, tasks | {"broken": saved(broken, place / "broken")}, message
     for key, value in (("hidden_act", "relu"), ("num_hidden_layers", 1), ("tie_word_embeddings", False)):
         edit_config(shutil.copytree(tasks["cr"], place / key), **{key: value})
