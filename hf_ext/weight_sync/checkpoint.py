@@ -17,6 +17,7 @@ from hf_ext.storage.delta.file import KEY
 from hf_ext.storage.files import locked, write_json
 from hf_ext.storage.layout import select_weights
 from hf_ext.storage.safetensors_file import RawTensor, SafetensorsFile
+from hf_ext.storage.stored import open_weights
 from hf_ext.weight_sync.places import Place
 from hf_ext.weight_sync.subscriber import Subscriber
 
@@ -93,14 +94,14 @@ class LocalCheckpoint:
         if storage_settings(self.folder).get("quant_method") in ENCODINGS:
             raise CheckpointError(f"{self.folder} is compressed. Restore it with `hf-ext decompress`.")
         weights: dict[str, torch.Tensor] = {}
-        for name in files:
-            path = self.folder / name
+        for file in open_weights(self.folder):
+            path = file.path
             if path.is_symlink() or path.stat().st_nlink > 1:
                 raise CheckpointError(
                     f"{path} is a link. Other programs may share its contents, which steps would change. Copy the folder, "
                     "without links (cp -rL), and give the copy."
                 )
-            weights |= _writable(path)
+            weights |= _writable(file)
         self._files, self._weights = files, weights
 
     def __str__(self) -> str:
@@ -124,9 +125,9 @@ def _identities(files: dict[str, list[int]]) -> dict[str, list[int]]:
     return {name: numbers[:-1] for name, numbers in files.items()}
 
 
-def _writable(path: Path) -> dict[str, torch.Tensor]:
+def _writable(file: SafetensorsFile) -> dict[str, torch.Tensor]:
     """Returns the tensors of a safetensors file. Writing to them changes the file."""
-    file = SafetensorsFile(path)
+    path = file.path
     if KEY in file.metadata:
         raise CheckpointError(f"{path} is compressed. Restore it with `hf-ext decompress`.")
     try:
