@@ -563,6 +563,7 @@ def interrupt(event, arguments):
         sent.append(event)
         signal.raise_signal(signal.{name})
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
 sys.addaudithook(interrupt)
 runpy.run_module("hf_ext.cli", run_name="__main__")
 """

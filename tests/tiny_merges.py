@@ -15,7 +15,7 @@ from tiny_models import bert, perturb, tokenizer
 from transformers import AutoModelForSequenceClassification, BertForSequenceClassification, PreTrainedModel
 
 #: By method, options of `emr.merge` that keep something of a change as random as that of a tiny model.
-METHODS: dict[str, dict] = {"emr": {}, "switch": {"method": "switch", "bits": 6}}
+METHODS: dict[str, dict] = {"emr": {}, "switch": {"method": "switch", "bits": 8}}
 LABELS = {"trec": 6, "cr": 2, "subj": 2, "sst2": 2}
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 from hf_ext.errors import CheckpointError, HfExtError
 from hf_ext.storage.layout import MOVING
 
+NO_CONTENT = (".", "README.md")  # in a folder that is as good as empty: a new repository has them
+
 
 def require_place(folder: Path, overwrite: bool | Callable[[], bool] = False) -> bool:
     """Checks whether a folder is a place to write into. Returns true if files there may be overwritten.
@@ -19,11 +21,11 @@ def require_place(folder: Path, overwrite: bool | Callable[[], bool] = False) ->
         overwrite: true, or a function that recognizes the caller's earlier result in a folder that holds files.
 
     Raises:
-        CheckpointError: the folder holds files, other than hidden ones, and nothing allows to overwrite it.
+        CheckpointError: the folder holds files, other than those of a new repository, and nothing allows to overwrite it.
     """
     if overwrite is True:
         return True
-    names = sorted(name for name in os.listdir(folder) if not name.startswith(".")) if folder.is_dir() else []
+    names = sorted(name for name in os.listdir(folder) if not name.startswith(NO_CONTENT)) if folder.is_dir() else []
     if not names or os.path.lexists(folder / MOVING):  # `staged_folder` completes the move first
         return False
     with contextlib.suppress(HfExtError):  # of damaged files
