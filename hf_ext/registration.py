@@ -121,7 +121,7 @@ def _add_load_check() -> None:
 def _add_diffusers_quantizer() -> None:
     from diffusers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 
-    from hf_ext.integration.diffusers import CompressedConfig, CompressedQuantizer
+    from hf_ext.integration.loading.diffusers import CompressedConfig, CompressedQuantizer
 
     AUTO_QUANTIZATION_CONFIG_MAPPING.setdefault(CompressedConfig.quant_method, CompressedConfig)
     AUTO_QUANTIZER_MAPPING.setdefault(CompressedConfig.quant_method, CompressedQuantizer)

@@ -14,7 +14,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from transformers.quantizers.base import HfQuantizer
 
 from hf_ext import CheckpointError, emr, fm_delta
-from hf_ext.integration import compat, decoding, landing, quantizer, rehearsal, renaming, weight_plan
+from hf_ext.adapters import landing
+from hf_ext.integration import compat
+from hf_ext.integration.loading import decoding, quantizer, rehearsal, renaming, weight_plan
 
 
 class Gone:
@@ -26,7 +28,7 @@ def break_name(monkeypatch, name: str, module=decoding) -> None:
 
 
 def break_import(monkeypatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "hf_ext.integration.decoding", None)
+    monkeypatch.setitem(__import__("sys").modules, "hf_ext.integration.loading.decoding", None)
 
 
 def break_in_the_loop(monkeypatch, attribute: str, broken) -> None:

@@ -180,7 +180,7 @@ def extract_lora(
     if max_size is not None and size == math.inf:
         raise mistake(f"{max_size[:9]}… is more than any file holds", "--max-size")
     from hf_ext import fm_delta
-    from hf_ext.fm_delta.extract import read_texts
+    from hf_ext.lora_extraction.extract import read_texts
 
     read = read_texts(texts) if texts else None
     most = None if size is None else round(size)

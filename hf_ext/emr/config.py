@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hf_ext.integration.quantizer import DecodingConfig
+from hf_ext.integration.loading.quantizer import DecodingConfig
 from hf_ext.storage.config_file import EMR
 
 

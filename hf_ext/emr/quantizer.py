@@ -18,13 +18,13 @@ from hf_ext.emr.switching import SetTask
 from hf_ext.errors import CheckpointError
 from hf_ext.integration import compat
 from hf_ext.integration.in_place import untie
-from hf_ext.integration.quantizer import DecodingQuantizer
+from hf_ext.integration.loading.quantizer import DecodingQuantizer
 from hf_ext.integration.save_hooks import PushToHub
 from hf_ext.storage.safetensors_file import Entry, RawTensor
 from hf_ext.storage.source import TensorSource
 
 if TYPE_CHECKING:
-    from hf_ext.integration.weight_plan import Loaded
+    from hf_ext.integration.loading.weight_plan import Loaded
 
 
 class EMRQuantizer(DecodingQuantizer):
@@ -49,7 +49,7 @@ class EMRQuantizer(DecodingQuantizer):
         return _OneTask(self.merged, self.task)
 
     def loaded(self, target: str, names: dict[str, list[str]], converter: Any) -> None:
-        from hf_ext.integration.weight_plan import Loaded
+        from hf_ext.integration.loading.weight_plan import Loaded
 
         self.plan.append(Loaded.of(target, names, converter))
 
@@ -59,7 +59,7 @@ class EMRQuantizer(DecodingQuantizer):
             return model
         if self.decoding is None:  # the plain way, which calls `loaded` for nothing
             with contextlib.suppress(*compat.HOST_CHANGED):
-                from hf_ext.integration.weight_plan import plan_of
+                from hf_ext.integration.loading.weight_plan import plan_of
 
                 self.plan = plan_of(model, self.source.names())[0]
         untie(model, self.plan)

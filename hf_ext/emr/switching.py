@@ -24,7 +24,7 @@ from hf_ext.storage.prefetch import Prefetcher
 from hf_ext.storage.source import TensorSource
 
 if TYPE_CHECKING:
-    from hf_ext.integration.weight_plan import Loaded
+    from hf_ext.integration.loading.weight_plan import Loaded
 
 logger = get_logger(__name__)
 

@@ -15,7 +15,7 @@ from hf_ext.emr.checks import TaskModel
 from hf_ext.emr.modulators import is_asset
 from hf_ext.errors import CheckpointError
 from hf_ext.integration.config_change import difference
-from hf_ext.integration.weight_plan import ignored_weight, skeleton_of, ties_of
+from hf_ext.integration.loading.weight_plan import ignored_weight, skeleton_of, ties_of
 from hf_ext.storage.config_file import CONFIG, read_config, require_unquantized
 from hf_ext.storage.files import scan
 from hf_ext.storage.hub import downloaded
@@ -47,7 +47,7 @@ def open_task(name: str, task: Task, base: TensorSource, scratch: Path) -> TaskM
         raise CheckpointError(f"Task '{name}' is a {type(task).__name__}; give a folder, a Hub id, or a model.")
     tensors: TensorSource
     if (folder / ADAPTER_CONFIG).exists():
-        from hf_ext.integration.adapter_source import AdapterSource  # PEFT takes its time to import
+        from hf_ext.adapters.adapter_source import AdapterSource  # PEFT takes its time to import
 
         try:
             # As from_pretrained does: an adapter beside the weights of a model belongs to that model.

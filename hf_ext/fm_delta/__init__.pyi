@@ -4,8 +4,8 @@ from .batch import BatchReport as BatchReport
 from .batch import compress_all as compress_all
 from .compress import compress_checkpoint as compress_checkpoint
 from .config import FMDeltaConfig as FMDeltaConfig
-from .extract import extract_lora as extract_lora
-from .lora_report import LoraReport as LoraReport
+from .lora import LoraReport as LoraReport
+from .lora import extract_lora as extract_lora
 from .reading import OpenCheckpoint as OpenCheckpoint
 from .reading import open as open
 from .reports import inspect as inspect

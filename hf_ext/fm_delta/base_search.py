@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -13,19 +12,15 @@ from huggingface_hub import CacheNotFound, scan_cache_dir
 
 from hf_ext.display import table
 from hf_ext.errors import BaseModelError, CheckpointError, HfExtError
-from hf_ext.fm_delta.likeness import Likeness, likeness
 from hf_ext.integration.cards import CARD, metadata_of
 from hf_ext.storage.checkpoint import Checkpoint
 from hf_ext.storage.config_file import CONFIG, read_config, require_unquantized
 from hf_ext.storage.hub import downloaded, within
 from hf_ext.storage.layout import PIPELINE, models_in, select_weights
+from hf_ext.storage.likeness import LIKELY_SHARE, Likeness, likeness, unrelated
 from hf_ext.storage.open import open_checkpoint, open_counterpart, open_plain
-from hf_ext.storage.source import TensorSource
 
-# Full fine-tunes agree with their base in more than 0.9 of the values; noise of a tenth of the weights' spread leaves 0.7, and
-# shuffled weights agree in 0.1.
-SURE_AGREEMENT, LIKELY_AGREEMENT = 0.6, 0.35
-SURE_SHARE, LIKELY_SHARE = 0.8, 0.5  # of the parameters that the base must have too
+SURE_AGREEMENT, SURE_SHARE = 0.6, 0.8  # see likeness.py
 NEAR = 1.01  # bits per parameter, as a multiple of the best candidate's, that do not tell which of two is the base
 
 VERDICTS = ("sure", "likely", "no", "unreadable")
@@ -176,16 +171,6 @@ def _is_tied(other: Candidate, best: Candidate) -> bool:
     return (other.bits, other.agreement) != (best.bits, best.agreement) and other.bits <= NEAR * best.bits
 
 
-def unrelated(source: TensorSource, base: TensorSource) -> str | None:
-    """Returns why a model cannot be a checkpoint's base: most tensors are not there, or have unrelated values. Returns None if
-    it may be the base. Compares a few KB of each tensor, or, where one of the two is compressed, only names and shapes."""
-    is_plain = isinstance(source, Checkpoint) and isinstance(base, Checkpoint)
-    measured = likeness(source, base, LIKELY_SHARE if is_plain else math.inf)
-    if measured.shared < LIKELY_SHARE or is_plain and measured.agreement < LIKELY_AGREEMENT:
-        return f"{base.name} is not the base of {source.name}: {_judge(measured, None, None)[1]}."
-    return None
-
-
 def require_related(src: str | os.PathLike, base: str | os.PathLike, revision: str | None = None) -> None:
     """Raises BaseModelError if a model cannot be the base of `src`: the result would hardly be smaller. Raises CheckpointError
     if `src` is quantized."""
@@ -279,10 +264,8 @@ def open_first(place: str, components: list[str], revision: str | None = None) -
 
 def _judge(measured: Likeness, kind: str | None, other: str | None) -> tuple[str, str]:
     """Returns the verdict and its reason, for checkpoints of these `model_type`s."""
-    if measured.shared < LIKELY_SHARE:
-        return "no", "most tensors have other names or shapes"
-    if measured.agreement < LIKELY_AGREEMENT:
-        return "no", "same shapes, other weights"
+    if reason := measured.objection:
+        return "no", reason
     if kind != other and None not in (kind, other):
         return "likely", f"the weights agree, but it is of type {other}, not {kind}"
     if not measured.same_layers:

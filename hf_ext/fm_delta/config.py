@@ -1,6 +1,6 @@
 """The `quantization_config` in the config.json of a compressed checkpoint."""
 
-from hf_ext.integration.quantizer import DecodingConfig
+from hf_ext.integration.loading.quantizer import DecodingConfig
 from hf_ext.storage.config_file import FM_DELTA
 
 

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from hf_ext.fm_delta.config import FMDeltaConfig
 from hf_ext.integration import compat
-from hf_ext.integration.quantizer import DecodingQuantizer
+from hf_ext.integration.loading.quantizer import DecodingQuantizer
 from hf_ext.storage.delta.source import DeltaCheckpoint
 from hf_ext.storage.open import open_delta
 

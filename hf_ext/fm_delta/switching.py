@@ -64,7 +64,7 @@ def switch(
         source, commit, config, generation = _open(other, revision, Hub(token, cache_dir, local_files_only))
         change = _change(model, source, config, generation)
         with compat.host_internals("Switching to another checkpoint", "Load the checkpoint with from_pretrained."):
-            from hf_ext.integration.weight_plan import plan_of
+            from hf_ext.integration.loading.weight_plan import plan_of
 
             plan, unused = plan_of(model, source.names())
             weights = LiveWeights(model, plan)
@@ -124,7 +124,7 @@ def _open(other: str | os.PathLike, revision: str | None, hub: Hub) -> tuple[Ten
     source: TensorSource = open_checkpoint(name, revision, hub)
     source.require_intact()  # before the first weight changes
     if (folder / ADAPTER_CONFIG).exists():  # beside the model that it belongs to: from_pretrained loads both
-        from hf_ext.integration.adapter_source import AdapterSource  # PEFT takes its time to import
+        from hf_ext.adapters.adapter_source import AdapterSource  # PEFT takes its time to import
 
         source = AdapterSource(folder, source)
         config = source.config.to_dict()

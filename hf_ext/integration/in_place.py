@@ -20,7 +20,7 @@ from hf_ext.storage.safetensors_file import Entry, safetensors_dtype
 from hf_ext.storage.source import TensorSource
 
 if TYPE_CHECKING:
-    from hf_ext.integration.weight_plan import Loaded
+    from hf_ext.integration.loading.weight_plan import Loaded
 
 _locks: WeakKeyDictionary[torch.nn.Module, RLock] = WeakKeyDictionary()
 _adding_lock = Lock()

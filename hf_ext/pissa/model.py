@@ -10,10 +10,10 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers.utils.logging import get_logger, tqdm
 
+from hf_ext.adapters.landing import is_all_linear, targets_that_load
 from hf_ext.display import percent
 from hf_ext.errors import AdapterError, BaseModelError, HfExtError
 from hf_ext.integration.compat import NamedAsInStateDict, require_methods
-from hf_ext.integration.landing import is_all_linear, targets_that_load
 from hf_ext.pissa.config import PissaConfig
 from hf_ext.pissa.kinds import KINDS, computes_as
 from hf_ext.pissa.layer import PissaLayer, is_quantized, whole

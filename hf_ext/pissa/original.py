@@ -59,7 +59,7 @@ class OriginalModel:
         if not isinstance(model, PreTrainedModel):
             return {}
         with compat.host_internals("Finding the original weights", ADVICE):
-            from hf_ext.integration.renaming import names_by_weight
+            from hf_ext.integration.loading.renaming import names_by_weight
 
             return names_by_weight(self.checkpoint.names(), model, self._weights)
 

@@ -23,8 +23,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from hf_ext.adapters.adapter_source import CHANGES_BASE
 from hf_ext.errors import HfExtError
-from hf_ext.integration.adapter_source import CHANGES_BASE
 from hf_ext.integration.modes import evaluating
 from hf_ext.storage.hub import Hub, reason_of
 

@@ -82,7 +82,7 @@ assert not Path("merged").exists()
 
 ADAPTER = """
 from peft import LoraConfig, get_peft_model
-from hf_ext.integration.adapter_source import AdapterSource
+from hf_ext.adapters.adapter_source import AdapterSource
 from hf_ext.storage.checkpoint import Checkpoint
 from hf_ext.storage.hub import Hub
 get_peft_model(classifier(2, 4), LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS")).save_pretrained("adapter")

@@ -47,7 +47,7 @@ from transformers import (
 )
 
 from hf_ext import BaseModelError, CheckpointError, CorruptFileError, QPissaConfig, fm_delta
-from hf_ext.integration import quantizer
+from hf_ext.integration.loading import quantizer
 from hf_ext.storage import DeltaCheckpoint, prefetch
 from hf_ext.storage.delta.file import CompressedFile
 from hf_ext.storage.delta.payload import STACKED

@@ -18,7 +18,7 @@ from tiny_models import MODELS, assert_same_weights, fine_tuned
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hf_ext import BaseModelError, CheckpointError, CorruptFileError, emr, fm_delta
-from hf_ext.integration import ranks
+from hf_ext.integration.loading import ranks
 from hf_ext.storage import DeltaCheckpoint, decoded
 
 TENSORS = {"tp_plan": "auto"}

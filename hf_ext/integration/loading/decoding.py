@@ -23,7 +23,7 @@ from transformers.core_model_loading import (
 
 from hf_ext.errors import HfExtError
 from hf_ext.integration import compat
-from hf_ext.integration.renaming import destinations
+from hf_ext.integration.loading.renaming import destinations
 from hf_ext.storage.delta.source import payload_name
 from hf_ext.storage.prefetch import Prefetcher
 

@@ -20,7 +20,7 @@ from hf_ext.storage.safetensors_file import torch_dtype
 from hf_ext.storage.source import TensorSource, rows_of
 
 if TYPE_CHECKING:
-    from hf_ext.integration.lora_layers import Pair
+    from hf_ext.adapters.lora_layers import Pair
 
 DEFAULT_RANK = 32
 LEAST_SQUARE = 1e-30  # mean square of a change below which single precision may lose squares

@@ -24,7 +24,8 @@ from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from hf_ext.errors import CheckpointError, CorruptFileError
-from hf_ext.integration import compat, ranks, rehearsal, versions
+from hf_ext.integration import compat, versions
+from hf_ext.integration.loading import ranks, rehearsal
 from hf_ext.storage.decoded import FOLDER, decoded_folder, place_for
 from hf_ext.storage.delta.file import KEY
 from hf_ext.storage.plain_writer import write_files
@@ -32,7 +33,7 @@ from hf_ext.storage.safetensors_file import ComputedFile, SafetensorsFile
 from hf_ext.storage.source import TensorSource
 
 if TYPE_CHECKING:
-    from hf_ext.integration.decoding import Decoding
+    from hf_ext.integration.loading.decoding import Decoding
 
 logger = logging.get_logger(__name__)
 
@@ -212,7 +213,7 @@ class DecodingQuantizer(HfQuantizer):
             return weight_conversions
         try:
             rehearsal.require_success()
-            from hf_ext.integration.decoding import Decoding
+            from hf_ext.integration.loading.decoding import Decoding
 
             self.decoding = Decoding(self, self.model, weight_conversions)
         except compat.HOST_CHANGED as error:

@@ -24,8 +24,8 @@ from valid_cards import valid_card
 
 from hf_ext import BaseModelError, CheckpointError, HfExtError, fm_delta
 from hf_ext.cli.main import main
-from hf_ext.fm_delta.extract import read_texts
-from hf_ext.fm_delta.lora_factors import Aim, Spectrum
+from hf_ext.lora_extraction.extract import read_texts
+from hf_ext.lora_extraction.factors import Aim, Spectrum
 
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore:{text}")

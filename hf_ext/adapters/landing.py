@@ -23,9 +23,9 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from hf_ext.adapters.adapter_source import fill_with_nothing
 from hf_ext.errors import CheckpointError
 from hf_ext.integration import compat
-from hf_ext.integration.adapter_source import fill_with_nothing
 from hf_ext.integration.versions import installed
 from hf_ext.storage.layout import ADAPTER
 from hf_ext.storage.safetensors_file import RawTensor

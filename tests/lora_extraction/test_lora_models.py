@@ -16,7 +16,7 @@ from tiny_vision_language_models import build
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_ext import fm_delta
-from hf_ext.integration.landing import layers_that_load
+from hf_ext.adapters.landing import layers_that_load
 
 SMALL = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 ENCODER_DECODER = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}

@@ -16,8 +16,8 @@ from transformers.core_model_loading import WeightConverter, WeightTransform
 
 from hf_ext.errors import CheckpointError
 from hf_ext.integration import compat
-from hf_ext.integration.decoding import AnyTensor, own_operations
-from hf_ext.integration.renaming import destinations
+from hf_ext.integration.loading.decoding import AnyTensor, own_operations
+from hf_ext.integration.loading.renaming import destinations
 from hf_ext.storage.names import Names, Ties
 from hf_ext.storage.source import TensorSource
 

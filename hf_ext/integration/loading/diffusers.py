@@ -16,7 +16,7 @@ from diffusers.quantizers.base import DiffusersQuantizer
 
 from hf_ext.errors import CheckpointError, CorruptFileError
 from hf_ext.integration import compat, versions
-from hf_ext.integration.quantizer import DecodingConfig, are_plain
+from hf_ext.integration.loading.quantizer import DecodingConfig, are_plain
 from hf_ext.storage.config_file import FM_DELTA
 from hf_ext.storage.delta.source import payload_name
 from hf_ext.storage.open import open_delta

@@ -16,10 +16,10 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from hf_ext.adapters.landing import PREFIX, layers_that_load, lost
 from hf_ext.errors import CheckpointError
 from hf_ext.integration import compat, versions
-from hf_ext.integration.landing import PREFIX, layers_that_load, lost
-from hf_ext.integration.weight_plan import Loaded, plan_of, skeleton_of
+from hf_ext.integration.loading.weight_plan import Loaded, plan_of, skeleton_of
 from hf_ext.storage.config_file import CONFIG, read_config
 from hf_ext.storage.layout import ADAPTER
 from hf_ext.storage.source import TensorSource
@@ -216,7 +216,7 @@ def lora_layers(folder: Path, tuned: TensorSource, base: TensorSource) -> LoraLa
     """
     if "_class_name" in read_config(folder / CONFIG):
         versions.require("A LoRA of a diffusers model", "diffusers>=0.39")
-        from hf_ext.integration.diffusers_lora import diffusers_layers
+        from hf_ext.adapters.diffusers_lora import diffusers_layers
 
         return diffusers_layers(folder, tuned, base)
     model = _skeleton(folder)

@@ -5,8 +5,8 @@ import pytest
 import torch
 from tiny_checkpoints import fine_tune, weights, write_folder
 
-from hf_ext.fm_delta.likeness import LENGTH, RUNS, compare, likeness
 from hf_ext.storage.checkpoint import Checkpoint
+from hf_ext.storage.likeness import LENGTH, RUNS, compare, likeness
 from hf_ext.storage.safetensors_file import RawTensor
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16, torch.float64]

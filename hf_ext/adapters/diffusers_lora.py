@@ -14,10 +14,10 @@ from peft.tuners.lora import LoraLayer
 from peft.utils import get_peft_model_state_dict
 from torch import nn
 
+from hf_ext.adapters.adapter_source import fill_with_nothing
+from hf_ext.adapters.landing import not_arrived
+from hf_ext.adapters.lora_layers import LoraLayers, Pair
 from hf_ext.errors import CheckpointError
-from hf_ext.integration.adapter_source import fill_with_nothing
-from hf_ext.integration.landing import not_arrived
-from hf_ext.integration.lora_layers import LoraLayers, Pair
 from hf_ext.storage.config_file import CONFIG, read_config
 from hf_ext.storage.layout import DIFFUSERS_LORA
 from hf_ext.storage.source import TensorSource

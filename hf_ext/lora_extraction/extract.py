@@ -13,21 +13,21 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from hf_ext.adapters.adapter_source import AdapterSource
+from hf_ext.adapters.landing import require_loadable
+from hf_ext.adapters.lora_layers import LoraLayers, Pair, lora_layers
 from hf_ext.display import percent
 from hf_ext.errors import BaseModelError, CheckpointError, HfExtError
-from hf_ext.fm_delta.base_search import unrelated
-from hf_ext.fm_delta.lora_factors import Aim, Changes, Factors
-from hf_ext.fm_delta.lora_report import LayerLora, LoraReport
-from hf_ext.integration.adapter_source import AdapterSource
 from hf_ext.integration.cards import write_card
-from hf_ext.integration.landing import require_loadable
-from hf_ext.integration.lora_layers import LoraLayers, Pair, lora_layers
+from hf_ext.lora_extraction.factors import Aim, Changes, Factors
+from hf_ext.lora_extraction.report import LayerLora, LoraReport
 from hf_ext.storage.config_file import require_unquantized
 from hf_ext.storage.delta.source import DeltaCheckpoint
 from hf_ext.storage.files import require_another_folder, staged_folder
 from hf_ext.storage.guards import require_place
 from hf_ext.storage.hub import downloaded
 from hf_ext.storage.layout import ADAPTER, ADAPTER_CONFIG, DIFFUSERS_LORA, models_in
+from hf_ext.storage.likeness import unrelated
 from hf_ext.storage.open import open_checkpoint, open_counterpart
 from hf_ext.storage.plain_writer import write_files
 from hf_ext.storage.prefetch import progress

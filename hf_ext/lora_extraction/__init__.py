@@ -1,0 +1,5 @@
+"""A LoRA that approximates the change of a full fine-tune."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,0 +1,2 @@
+from .extract import extract_lora as extract_lora
+from .report import LoraReport as LoraReport
