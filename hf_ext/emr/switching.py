@@ -57,7 +57,7 @@ class SetTask:
         self._is_mixed = False  # after a failed switch whose changes could not be reverted
         weights = LiveWeights(model, plan)
         self._names = set(weights.tensors)
-        self._kept = self._copies(weights)  # of the weights that the active task has no tensors for
+        self._remember(weights)
 
     def __call__(self, name: str, discard_changes: bool = False) -> None:
         model = self.model
@@ -79,7 +79,7 @@ class SetTask:
                 if adapter.base_model_name_or_path == model.name_or_path:
                     adapter.base_model_name_or_path = loaded_by
             model.name_or_path, model.active_task = loaded_by, name
-            self._kept = self._copies(weights)
+            self._remember(weights)
 
     def changed(self) -> str | None:
         """Returns the name of a parameter that was changed since the active task became active; None if there is none."""
@@ -136,6 +136,9 @@ class SetTask:
         files = [self.merged.files[task] for task in (self.model.active_task, name)]
         if others or not all(file.is_coded(source) or file.is_modulated(source) for file in files):
             return None
+        weight = weights.tensors.get(loaded.target)
+        if weight is None or weight.dtype != self._types.get(loaded.target):  # its values may be those of a narrower type
+            return None
         return weights.memory(loaded, self.merged.entry(name, source))
 
     def _overwrite(self, weights: LiveWeights, places: dict[str, tuple[Loaded, np.ndarray]], name: str, discard: bool) -> None:
@@ -182,7 +185,7 @@ class SetTask:
 
     def _changed(self, weights: LiveWeights, loaded: Loaded, task: TensorSource) -> str | None:
         if loaded.is_in(task):
-            return weights.changed(loaded, task)
+            return weights.changed(loaded, task, self._types)
         return loaded.target if loaded.target in weights.tensors and self._is_changed(weights, loaded.target) else None
 
     def _is_changed(self, weights: LiveWeights, name: str) -> bool:
@@ -197,5 +200,7 @@ class SetTask:
         names = sorted(self._names & weights.tensors.keys() - self._made[task])
         return [name for name in names if not weights.tensors[name].is_meta]
 
-    def _copies(self, weights: LiveWeights) -> dict[str, torch.Tensor]:
-        return {name: weights.tensors[name].detach().clone() for name in self._others(weights)}
+    def _remember(self, weights: LiveWeights) -> None:
+        """Keeps what tells later whether the weights have changed, beside the task's tensors."""
+        self._types = {name: weight.dtype for name, weight in weights.tensors.items()}  # that the tensors were rounded to
+        self._kept = {name: weights.tensors[name].detach().clone() for name in self._others(weights)}

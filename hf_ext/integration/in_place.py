@@ -128,10 +128,11 @@ class LiveWeights:
             return None
         return weight.detach().reshape(-1).view(torch.uint8).numpy()
 
-    def changed(self, loaded: Loaded, source: TensorSource) -> str | None:
-        """Returns a weight that differs in any bit from what a source's tensors give; None if there is none."""
+    def changed(self, loaded: Loaded, source: TensorSource, types: Mapping[str, torch.dtype]) -> str | None:
+        """Returns a weight that differs in any bit from what a source's tensors give, rounded to these types first; None if
+        there is none."""
         for name, tensor in loaded.tensors(self.model, source).items():
-            if name not in self.tensors or not is_same(self.tensors[name], tensor):
+            if name not in self.tensors or not is_same(self.tensors[name], tensor.to(types.get(name, tensor.dtype))):
                 return name
         return None
 

@@ -214,7 +214,7 @@ def test_what_is_written_takes_what_was_asked_whichever_layer_changed(tmp_path, 
         for i, (name, tensor) in enumerate(base.items())
     }
     if change == "one value":
-        tuned["layers.5.up.weight"][3, 4] = 6e4
+        tuned["layers.5.up.weight"][3, 4] = 6e4 if dtype == torch.float16 else 1e6
     for folder, tensors in (("base", base), ("task", tuned)):
         write_folder(tmp_path / folder, {name: tensor.to(dtype) for name, tensor in tensors.items()})
     monkeypatch.setattr(coding, "FEW_VALUES", 0)
@@ -224,6 +224,9 @@ def test_what_is_written_takes_what_was_asked_whichever_layer_changed(tmp_path, 
     [task] = emr.merge(tmp_path / "base", {"t": tmp_path / "task"}, tmp_path / "out", **options).tasks
     assert asked.get("bits", task.bits) == pytest.approx(task.bits, rel=0.05)
     assert asked.get("keep", task.density) == pytest.approx(task.density, rel=0.05)
+    name = "layers.5.up.weight"
+    moved, single = extracted(tmp_path / "out", "t", tmp_path / "plain")[name], tuned[name].to(dtype)
+    assert change != "one value" or float(moved[3, 4]) == pytest.approx(float(single[3, 4]), rel=0.01)
 
 
 @pytest.mark.parametrize("bits", [2, 8])

@@ -268,6 +268,18 @@ def test_labels_that_were_chosen_when_loading_can_be_discarded(merged):
         assert_same_weights(model, Auto.from_pretrained(merged[1][task]))
 
 
+@pytest.mark.parametrize("loaded", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("cast", [torch.float32, torch.float16, torch.float64], ids=str)
+def test_a_cast_is_no_change(merged, loaded, cast):
+    model = Auto.from_pretrained(merged[0], dtype=loaded).to(cast)
+    for task in ("cr", "trec"):
+        model.set_task(task)
+        assert_same_weights(model, Auto.from_pretrained(merged[1][task], dtype=cast))
+    model.to(loaded).bert.pooler.dense.bias.data[0] += 1
+    with pytest.raises(UnsavedChangesError, match="pooler"):
+        model.set_task("cr")
+
+
 def test_what_a_task_has_no_tensors_for_may_change_its_type(tmp_path):
     base, tasks = write_tasks(tmp_path / "in", {"cr": 2, "subj": 2})
     tensors = tensors_of(tasks["cr"])

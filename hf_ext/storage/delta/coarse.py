@@ -34,7 +34,9 @@ from hf_ext.storage.prefetch import in_threads
 from hf_ext.storage.safetensors_file import RawTensor
 
 SAMPLE = 1 << 14  # values on which thresholds are compared
-THRESHOLDS = np.arange(0.5, 0.96, 0.05)  # in steps
+GAP = 0.05
+THRESHOLDS = np.arange(0.5, 0.96, GAP)  # in steps
+LEAST_PART = 2.0**-30  # of the largest change: the smallest step in which it can be stored
 LARGE = 1 << 12  # numbers from here on count as one number in the comparison
 WORTH = math.log(2) / 6  # squared steps of error that one bit must save: what it saves where errors are small
 
@@ -108,6 +110,7 @@ def _body(tensor: RawTensor, base: RawTensor, step: float, gain: float, threads:
         return _Body(*encode_body(tensor, base, threads, 1), tensor.data, 0)
     data, length, is_matrix = aligned(tensor.data, dtype), row_length(shape), has_long_rows(shape)
     change = Change(data[: prediction.size], prediction, dtype, length if is_matrix else values)
+    step, gain = _bounded(change, step, gain)
     pair = coarse_change(change, step, gain, threads) if is_matrix else None
     plain, stretched = pair or (None, None)
     settings = step * gain, threshold(change, plain, step), stretched
@@ -117,6 +120,16 @@ def _body(tensor: RawTensor, base: RawTensor, step: float, gain: float, threads:
     restored = np.empty_like(data)
     _native.decode(body, (restored, prediction, FLOATS[dtype], length, values, threads))
     return _Body(CODED, values, body, restored, numbers)
+
+
+def _bounded(change: Change, step: float, gain: float) -> tuple[float, float]:
+    """Returns a step in which even the largest change can be stored, and a gain of at most what the values that fall below the
+    step can take from the change's length: one huge value keeps its size."""
+    if not math.isfinite(change.energy):
+        return step, 1.0
+    step = max(step, LEAST_PART * math.sqrt(change.energy))  # no change is longer than all together
+    least = change.energy - math.prod(change.shape) * step**2
+    return step, min(gain, math.sqrt(change.energy / least)) if least > 0 else gain
 
 
 def _moved(base: torch.Tensor, factors: Factors | None, rows: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
@@ -157,4 +170,10 @@ def threshold(change: Change, factors: Factors | None, step: float) -> float:
         bits = float(counts @ np.log2(numbers.size / counts)) + np.count_nonzero(numbers)  # and the signs
         return float(np.square((sizes - numbers) * units).sum()) + WORTH * bits
 
-    return float(min(THRESHOLDS, key=cost))
+    costs = [cost(least) for least in THRESHOLDS]
+    best = int(np.argmin(costs))
+    if not 0 < best < len(costs) - 1 or not math.isfinite(sum(costs)):
+        return float(THRESHOLDS[best])
+    # The vertex of the parabola through three of them, so that the size falls evenly as the step grows.
+    before, least, after = costs[best - 1 : best + 2]
+    return float(THRESHOLDS[best] + GAP / 2 * (before - after) / max(before - 2 * least + after, 1e-9))
