@@ -15,6 +15,7 @@ from hf_ext.emr import election
 from hf_ext.emr.checks import TaskModel
 from hf_ext.errors import CheckpointError
 from hf_ext.storage.delta.coarse import coarsened
+from hf_ext.storage.delta.payload import read_header
 from hf_ext.storage.native import WIDTHS, as_numbers, cast
 from hf_ext.storage.prefetch import in_threads, threads_for
 from hf_ext.storage.safetensors_file import Entry, RawTensor
@@ -23,6 +24,7 @@ from hf_ext.storage.source import TensorSource
 METHODS = ELECTED, CODED = "emr", "switch"
 BITS = 0.25  # per parameter and task, by default
 LEAST_BITS = 0.001  # per parameter and task
+HEADER = 58  # bytes of a payload's header without the two names, about
 ENTRY = 250  # bytes that the entry of a tensor takes in the headers of a folder, about
 CHUNK = 1 << 20  # values of each task worked on at a time
 FEW_VALUES = 1 << 25  # of a model whose tensors are all in the sample
@@ -32,7 +34,7 @@ GLANCE = 1 << 16  # values of a tensor that tell the size of its changes
 FIRST_STEP = 2.5  # times the root mean square of the changes
 TINY = 1e-9
 ROUNDS, CODINGS = 10, 6  # steps that are tried at most on a sample, and on the whole model
-NEAR = 0.03  # share by which the result may be smaller than wanted
+NEAR = 0.04  # share by which the result may be smaller than wanted
 CLOSE = 1.25, 1.001  # quotients of two steps of which each tensor may take one; the second if the first is too rough
 FARTHEST, FLAT = 2.0**40, 0.002  # limits of the steps, as multiples of the first; amounts, as a share, that count as equal
 MOST_GAIN = 1.5
@@ -179,6 +181,7 @@ class Sample:
         self._values = sum(weight for _, weight, *_ in self._tensors)
         self._whole = sum(weight * square for (_, weight, *_), square in zip(self._tensors, self._squares))
         self._gains: dict[float, float] = {}
+        self._headers = 8 * sum(HEADER + 2 * len(name) for name in names) / float(sizes.sum())  # bits per parameter
 
     def first_step(self) -> float:
         """Returns a step to begin with; 0 if nothing in the sample changed. One huge change does not count."""
@@ -192,14 +195,14 @@ class Sample:
         def encode(i: int) -> tuple[float, float]:
             name, weight, tensor, prior = self._tensors[i]
             coarse = coarsened(tensor, prior, step_of(step, name, self._model.tensors.entry(name)))
-            amount = coarse.numbers if self._keep else 8 * len(coarse.payload)
+            amount = coarse.numbers if self._keep else 8 * (len(coarse.payload) - read_header(coarse.payload, "").body)
             return weight * amount / math.prod(tensor.shape), weight * _square(coarse.tensor, prior)
 
         count = len(self._tensors)
         parts = in_threads(encode, count, threads_for(sum(tensor.data.size for *_, tensor, _ in self._tensors)))
         amount, square = (sum(column) for column in zip(*parts))
         self._gains[step] = min(math.sqrt(self._whole / square), MOST_GAIN) if square else 1.0
-        return amount / self._values
+        return amount / self._values + (0 if self._keep else self._headers)
 
     def step(self, size: float) -> Step:
         """Returns a step with its gain."""

@@ -82,13 +82,14 @@ class TaskRecord:
 
 
 class TaskWriter:
-    """Collects a task's entries on disk in any order, then writes the file in the order of their names."""
+    """Collects a task's entries on disk in any order, then writes the file in the order of their names. An entry replaces an
+    earlier one of the same name."""
 
     def __init__(self, path: Path):
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self._parts = open(path.with_suffix(".parts"), "w+b")
-        self._entries: dict[str, Entry] = {}
+        self.entries: dict[str, Entry] = {}
         self._lock = threading.Lock()
 
     def add_mask(self, name: str, mask: np.ndarray) -> None:
@@ -111,34 +112,24 @@ class TaskWriter:
         with self._lock:
             begin = self._parts.seek(0, os.SEEK_END)
             self._parts.write(tensor.data)
-            self._entries[key] = Entry(tensor.dtype, tensor.shape, begin, begin + tensor.data.size)
-
-    def clear(self) -> None:
-        """Removes all entries."""
-        self._parts.truncate(0)
-        self._entries.clear()
-
-    @property
-    def size(self) -> int:
-        """The bytes of all entries."""
-        return sum(entry.nbytes for entry in self._entries.values())
+            self.entries[key] = Entry(tensor.dtype, tensor.shape, begin, begin + tensor.data.size)
 
     def finish(self, record: TaskRecord) -> None:
         """Writes the file and fills in `record.checksums`."""
         placed, end = {}, 0
         # Wide types first, so that all data are aligned.
-        order = sorted(self._entries, key=lambda key: (-BITS.get(self._entries[key].dtype, 0), key))
+        order = sorted(self.entries, key=lambda key: (-BITS.get(self.entries[key].dtype, 0), key))
         for key in order:
-            entry = self._entries[key]
+            entry = self.entries[key]
             placed[key] = entry._replace(begin=end, end=(end := end + entry.nbytes))
             digest = xxhash.xxh3_64()
-            self._copy(self._entries[key], digest.update)
+            self._copy(self.entries[key], digest.update)
             record.checksums[key] = digest.hexdigest()
         with open(self.path, "wb") as file:
             header = write_header(SEAL.metadata(asdict(record), placed), placed)
             file.write(len(header).to_bytes(8, "little") + header)
             for key in order:
-                self._copy(self._entries[key], file.write)
+                self._copy(self.entries[key], file.write)
         self.close()
 
     def close(self) -> None:

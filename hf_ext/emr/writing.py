@@ -21,6 +21,7 @@ from hf_ext.emr.coding import (
     LEAST_BITS,
     NEAR,
     ROUNDS,
+    TINY,
     Budget,
     Sample,
     Step,
@@ -223,7 +224,7 @@ class MergeWriter:
             wanted = max(8 * (budget.size - uncoded) / sum(starmap(self._values, names.items())), LEAST_BITS)
         for model, coded in names.items():
             self._code_task(model, coded, wanted, budget)
-        self.coded_bytes = sum(writer.size for writer in self.writers.values())
+        self.coded_bytes = sum(entry.nbytes for writer in self.writers.values() for entry in writer.entries.values())
 
     def _code_task(self, model: TaskModel, names: Sequence[str], wanted: float, budget: Budget) -> None:
         """Codes tensors in the step at which all together take `wanted` bits per parameter, or have the share `wanted` of
@@ -241,9 +242,15 @@ class MergeWriter:
             measure(EXACT)  # nothing changed
             return
         aim, most = (wanted, (1 + NEAR) * wanted) if budget.size is None else ((1 - NEAR / 2) * wanted, wanted)
-        if not amounts:
-            first, _ = search(sample.measure, first, aim, most, ROUNDS, {})
         tried = {size: sum(amount.values()) / values for size, amount in amounts.items()}
+        if not tried:
+            sampled: dict[float, float] = {}
+            first, _ = search(sample.measure, first, aim, most, ROUNDS, sampled)
+            tried[first] = measure(first)
+            off = aim / max(tried[first], TINY)
+            again, _ = search(sample.measure, first, aim * off, most * off, ROUNDS, sampled)
+            if not 1 - NEAR <= off <= 1 + NEAR and again not in tried:
+                tried[again] = measure(again)
         for close in CLOSE:
             chosen, finer = search(measure, first, aim, most, CODINGS, tried, close)
             names_finer = those_finer(amounts[chosen], amounts[finer], aim * values) if finer else set()
@@ -255,19 +262,18 @@ class MergeWriter:
             self._code_all(model, steps, budget.keep is not None)
 
     def _code_all(self, model: TaskModel, steps: Mapping[str, Step], keep: bool) -> dict[str, float]:
-        """Gives the tensors of a task, coded in these steps, to its writer, in place of those that it has. Returns their sizes
-        in bits; with `keep`, their numbers of changes of single values."""
-        self.writers[model].clear()
-        self.steps[model], amounts = dict(steps), dict[str, float]()
-        with progress(f"Coding {model.task}:", len(steps)) as bar:
-            sizes = {name: model.tensors.entry(name).nbytes for name in steps}
-            for name, payload in Prefetcher(lambda name: self._code(model, name), sizes):
-                amounts[name] = self.numbers[model][name] if keep else 8 * payload
+        """Gives the tensors of a task, coded in these steps, to its writer. Returns their sizes in bits; with `keep`, their
+        numbers of changes of single values."""
+        before, self.steps[model] = self.steps.get(model, {}), dict(steps)
+        sizes = {name: model.tensors.entry(name).nbytes for name, step in steps.items() if before.get(name) != step}
+        with progress(f"Coding {model.task}:", len(sizes)) as bar:
+            for _ in Prefetcher(lambda name: self._code(model, name), sizes):
                 bar.update()
-        return amounts
+        entries = self.writers[model].entries
+        return {name: self.numbers[model][name] if keep else 8 * entries[CODE + name].nbytes for name in steps}
 
-    def _code(self, model: TaskModel, name: str) -> int:
-        """Gives a coded tensor to the writer of its task. Returns its size in bytes."""
+    def _code(self, model: TaskModel, name: str) -> None:
+        """Gives a coded tensor to the writer of its task."""
         twin = self.ballot.twin(name)
         tensor, entry, base = model.tensors.read(name), model.tensors.entry(name), self.base.read(twin)
         step, threads = self.steps[model][name], threads_for(tensor.data.size)
@@ -277,7 +283,6 @@ class MergeWriter:
         self.numbers[model][name] = coarse.numbers
         model.tensors.release(name)
         self.base.release(twin)
-        return len(coarse.payload)
 
     @staticmethod
     def _values(model: TaskModel, names: Sequence[str]) -> int:
