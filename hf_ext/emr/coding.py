@@ -61,16 +61,22 @@ def budget_of(method: str, keep: float | None, bits: float | None, size: int | s
         raise CheckpointError(f"{' and '.join(given)}: only the method {CODED!r} has a size to choose. Add method={CODED!r}.")
     if len(given) > 1:
         raise CheckpointError(f"{' and '.join(given)} are given; give one of them.")
-    if keep is not None and not (isinstance(keep, Real) and 0 < keep <= 1):
+    if keep is not None and not (_is_number(keep) and 0 < keep <= 1):
         raise CheckpointError(f"keep={keep!r} is not a share; give a number above 0 and at most 1.")
-    if bits is not None and not (isinstance(bits, Real) and LEAST_BITS <= bits <= 64):
+    if bits is not None and not (_is_number(bits) and LEAST_BITS <= bits <= 64):
         raise CheckpointError(f"bits={bits!r} is out of range; give a number from {LEAST_BITS} to 64.")
     limit = None if size is None else bytes_of(size)
     if size is not None and (limit is None or limit == math.inf):
         raise CheckpointError(f"size={size!r} is not a size; give a number of bytes, such as '50MB'.")
     if method != CODED:
         return None
-    return Budget(keep, bits, None if limit is None else int(limit)) if given else Budget(bits=BITS)
+    if not given:
+        return Budget(bits=BITS)
+    return Budget(keep and float(keep), bits and float(bits), None if limit is None else int(limit))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 class Step(NamedTuple):
@@ -101,18 +107,15 @@ def search(
     rounds: int,
     tried: dict[float, float],
     close: float = 1.02,
-) -> tuple[float, float]:
-    """Searches for the step at which `measure`, which falls as the step grows, gives nearly `wanted`, and at most `most`.
+) -> float:
+    """Returns the step at which `measure`, which falls as the step grows, gives nearly `wanted` and at most `most`: the
+    smallest that was tried, or the largest if all give too much.
 
     Args:
         step: the first to try.
         rounds: steps to try at most.
         tried: amounts that are known, by step; receives those that are measured.
         close: quotient of two steps between which no other is tried.
-
-    Returns:
-        The best step, and the next smaller one that gives too much; 0 if none was tried. They differ by little unless the
-        rounds did not suffice. If all give too much, the largest step and 0.
     """
     limits = max(step / FARTHEST, LEAST_STEP), min(step * FARTHEST, MOST_STEP)
     for jump in range(1, rounds + 1):
@@ -132,9 +135,7 @@ def search(
         if step in tried:
             break
         tried[step] = measure(step)
-    above = max((one for one, amount in tried.items() if amount > most), default=0.0)
-    below = min((one for one, amount in tried.items() if amount <= most), default=0.0)
-    return (below, above) if below else (above, 0.0)
+    return min((one for one, amount in tried.items() if amount <= most), default=max(tried))
 
 
 def those_finer(coarse: Mapping[str, float], fine: Mapping[str, float], wanted: float) -> set[str]:

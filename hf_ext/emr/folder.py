@@ -269,10 +269,10 @@ def open_merge(folder: Path, base: str | os.PathLike | None = None, revision: st
             snapshot_download(repository, revision=snapshot.name, **settings)
         except OSError as error:
             failure, reason = error, f": {first_line(error).rstrip('.')}"
-        if not all(path.exists() for path in wanted):  # huggingface_hub 2 may return an incomplete snapshot
+        if lacking := [path for path in wanted if not path.exists()]:  # huggingface_hub 2 may return an incomplete snapshot
             raise CheckpointError(
-                f"The tasks of the merge {repository} could not be downloaded{reason}. If it is private, give token=, sign in "
-                "with `hf auth login`, or set HF_TOKEN."
+                f"'{lacking[0].relative_to(folder)}' of the merge {repository} could not be downloaded{reason}. If the merge "
+                "is private, give token=, sign in with `hf auth login`, or set HF_TOKEN."
             ) from failure
     return MergeFolder(folder, base, revision, hub)
 

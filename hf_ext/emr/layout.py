@@ -17,7 +17,7 @@ from pathlib import Path
 
 from hf_ext.emr.modulators import FILE, REPAIR, TASK_FOLDER, TaskFile
 from hf_ext.errors import CheckpointError, CorruptFileError, HfExtError
-from hf_ext.storage.config_file import CONFIG, EMR, storage_settings
+from hf_ext.storage.config_file import CONFIG, EMR, require_no_task, storage_settings
 from hf_ext.storage.layout import INDEX, select_weights
 
 TASK_FILES = FILE, CONFIG, INDEX
@@ -42,6 +42,7 @@ def task_folder(task: str) -> str:
 def task_files(folder: Path) -> dict[str, TaskFile]:
     """Opens the files of all tasks of a merge, in the order of config.json. Raises CheckpointError if the folder holds none."""
     settings = storage_settings(folder)
+    require_no_task(folder)
     if settings.get("quant_method") != EMR:
         raise CheckpointError(
             f"{folder} holds no merge: its config.json does not have the quant_method {EMR!r}. Give the folder of a merge."
@@ -84,6 +85,7 @@ def older_files(folder: Path) -> list[Path]:
 def name_of_task(name: str, folder: Path, task: str, tasks: Sequence[str]) -> str:
     """Returns the name that loads a task of the merge in a folder: that of the merge for the first of `tasks`, else the task's
     folder. `name` is that of the merge, or of one of its tasks."""
+    name = name.rstrip("/") or name
     for other in tasks:
         name = name.removesuffix(f"/{task_folder(other)}")
     merge = name if os.path.isdir(name) else str(folder)

@@ -302,6 +302,10 @@ def _write(
         if budget and not accept_conflicts:
             require_closer({task.task: (task.relative, task.cosine) for task in finished.tasks if task.task in tasks}, True)
     for task in finished.tasks:
+        if budget and budget.bits and task.task in tasks and task.bits > (1 + 2 * NEAR) * budget.bits:
+            logger.warning(
+                f"Task '{task.task}' takes {task.bits:.3g} bits per parameter, the least that tensors this small can take."
+            )
         if task.relative >= 1:
             logger.warning(
                 f"The weights of task '{task.task}' are farther from its own model than the base's (cosine {task.cosine:.3f})"

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from hf_ext.emr.config import EMRConfig
 from hf_ext.emr.folder import MergeFolder, open_merge
 from hf_ext.emr.generation import Generate
+from hf_ext.emr.layout import name_of_task
 from hf_ext.emr.saving import MergedSaving
 from hf_ext.emr.switching import SetTask
 from hf_ext.errors import CheckpointError
@@ -65,6 +66,7 @@ class EMRQuantizer(DecodingQuantizer):
         untie(model, self.plan)
         model.tasks = list(self.merged.tasks)
         model.active_task = self.task
+        model.name_or_path = name_of_task(model.name_or_path, self.merged.folder, self.task, model.tasks)
         model.set_task = SetTask(model, self.merged, self.plan)
         model.save_pretrained = MergedSaving(model)
         if model.can_generate():

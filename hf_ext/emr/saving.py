@@ -12,7 +12,7 @@ from huggingface_hub import CommitInfo
 from transformers import PreTrainedModel
 from transformers.utils.logging import get_logger
 
-from hf_ext.emr.layout import files_of, older_files
+from hf_ext.emr.layout import files_of, older_files, task_folder
 from hf_ext.emr.switching import SetTask
 from hf_ext.errors import CheckpointError
 from hf_ext.integration.cards import CARD, has_card
@@ -39,11 +39,11 @@ class MergedSaving(Saving):
         require_another_folder(folder, switch.merged.base.paths)
         changed = "the state dict given" if kwargs.get("state_dict") is not None else switch.changed()
         adapter = getattr(self.model, "_hf_peft_config_loaded", False)
-        if (adapter or changed) and folder.is_dir() and folder.samefile(switch.merged.folder):
-            saved = "an adapter" if adapter else "one model, whose weights were changed,"
+        of_tasks = [switch.merged.folder / task_folder(name) for name in self.model.tasks]
+        own = [*of_tasks, switch.merged.folder] if adapter or changed else of_tasks
+        if folder.is_dir() and any(folder.samefile(path) for path in own if path.is_dir()):
             raise CheckpointError(
-                f"{folder} is the folder of the merge: saving {saved} there would replace files of its tasks. Save it to "
-                "another folder."
+                f"{folder} belongs to the merge: saving there would replace its files. Save to another folder."
             )
         if adapter or changed:
             if adapter:

@@ -71,6 +71,11 @@ class SetTask:
             )
         with lock_of(model), torch.inference_mode(False), torch.no_grad(), compat.host_internals("Switching tasks", ADVICE):
             change = self._change(model.active_task, name, discard_changes)
+            if change.sizes and any(hasattr(module, "modules_to_save") for module in model.modules()):
+                raise CheckpointError(
+                    f"An adapter has its own head (modules_to_save) for the labels of '{model.active_task}', and '{name}' has "
+                    "others. Call set_task before the adapter is added, or unload() the adapter."
+                )
             weights = self._rewritten(name, discard_changes)
             change.apply(model)
             # PEFT records this as an adapter's base.

@@ -229,7 +229,7 @@ class MergeWriter:
     def _code_task(self, model: TaskModel, names: Sequence[str], wanted: float, budget: Budget) -> None:
         """Codes tensors in the step at which all together take `wanted` bits per parameter, or have the share `wanted` of
         changes of single values. Measures that on a sample first, then on what is written. Between two steps that are close,
-        some tensors take the finer one."""
+        some tensors take the finer one, or even finer ones."""
         sample, values = Sample(model, self.base, names, budget.keep is not None), self._values(model, names)
         amounts = self.amounts.setdefault(model.task, {})
 
@@ -245,19 +245,20 @@ class MergeWriter:
         tried = {size: sum(amount.values()) / values for size, amount in amounts.items()}
         if not tried:
             sampled: dict[float, float] = {}
-            first, _ = search(sample.measure, first, aim, most, ROUNDS, sampled)
+            first = search(sample.measure, first, aim, most, ROUNDS, sampled)
             tried[first] = measure(first)
             off = aim / max(tried[first], TINY)
-            again, _ = search(sample.measure, first, aim * off, most * off, ROUNDS, sampled)
+            again = search(sample.measure, first, aim * off, most * off, ROUNDS, sampled)
             if not 1 - NEAR <= off <= 1 + NEAR and again not in tried:
                 tried[again] = measure(again)
         for close in CLOSE:
-            chosen, finer = search(measure, first, aim, most, CODINGS, tried, close)
-            names_finer = those_finer(amounts[chosen], amounts[finer], aim * values) if finer else set()
-            amount = sum(amounts[finer if name in names_finer else chosen][name] for name in names)
-            if amount >= (1 - NEAR) * aim * values:
+            chosen = search(measure, first, aim, most, CODINGS, tried, close)
+            coded, steps = dict(amounts[chosen]), dict.fromkeys(names, sample.step(chosen))
+            for size in sorted(amounts, reverse=True):
+                for name in those_finer(coded, amounts[size], aim * values) if size < chosen else ():
+                    coded[name], steps[name] = amounts[size][name], sample.step(size)
+            if sum(coded.values()) >= (1 - NEAR) * aim * values:
                 break
-        steps = dict.fromkeys(names, sample.step(chosen)) | dict.fromkeys(names_finer, sample.step(finer))
         if steps != self.steps.get(model):
             self._code_all(model, steps, budget.keep is not None)
 

@@ -28,10 +28,11 @@ from hf_ext.fm_delta.base_search import find_base, main_model, open_first, requi
 from hf_ext.fm_delta.compress import compress_checkpoint
 from hf_ext.fm_delta.reports import inspect
 from hf_ext.fm_delta.sizes import Sizes
+from hf_ext.storage.config_file import CONFIG
 from hf_ext.storage.delta import DEFAULT_LEVEL
 from hf_ext.storage.files import locked, write_atomically
 from hf_ext.storage.hub import absolute, absolute_path
-from hf_ext.storage.layout import all_weights, models_in, weights_instead
+from hf_ext.storage.layout import PIPELINE, all_weights, models_in, weights_instead
 from hf_ext.storage.prefetch import at_most_cores, cores
 
 RECORD = "compress_all.json"  # in the folder of the compressed models
@@ -50,6 +51,7 @@ class ModelResult(Sizes):
     verified: bool = False
     error: str | None = None
     skipped: str | None = None  # what the folder holds instead of safetensors weights
+    note: str | None = None  # what a user should know of the result
     stamps: Sequence[str] = ()  # of the source and of the compressed weights, for a later run
 
 
@@ -84,7 +86,7 @@ class BatchReport:
         for model in self.models:
             state = "failed" if model.error else "skipped" if model.skipped else "verified" if model.verified else "done"
             rows.append((model.name, *_figures([model]), model.base or "–", state))
-            if reason := model.error or model.skipped:
+            if reason := model.error or model.skipped or model.note:
                 reasons.setdefault(reason.replace(model.source, "FOLDER"), []).append(model)
         notes = []
         for reason, models in reasons.items():
@@ -230,6 +232,8 @@ def _is_done(
         raise CheckpointError(f"{out / model.name} holds another model, compressed from {model.source}. Rename {source}.")
     if model is None or verify > model.verified or base and (model.base, model.revision) != base:
         return False
+    if not all(os.path.lexists(out / model.name / path.relative_to(source)) for path in source.rglob("*")):
+        return False
     return list(model.stamps) == [_stamp(source.rglob("*")), _stamp((out / model.name).rglob("*.safetensors"))]
 
 
@@ -265,6 +269,8 @@ def compress_model(
         compress_checkpoint(source, base, out, revision, verify, level, overwrite=overwrite)
     sizes, seconds = inspect(out), round(time.perf_counter() - start, 3)
     result = ModelResult(source.name, str(source), base, revision, seconds, verify)
+    if not any((source / name).exists() for name in (CONFIG, PIPELINE)):
+        result = replace(result, note=f"{source} has no {CONFIG}, so from_pretrained cannot load it.")
     result = replace(result, original_bytes=sizes.original_bytes, compressed_bytes=sizes.compressed_bytes)
     return replace(result, stamps=[before, _stamp(out.rglob("*.safetensors"))])
 

@@ -108,7 +108,8 @@ def _open(other: str | os.PathLike, revision: str | None, hub: Hub) -> tuple[Ten
         if is_local(name):
             revision = None
         else:
-            with reaching(name, revision):  # all files come from the commit of the first
+            # All files come from the commit of the first.
+            with reaching(name, revision), hub.requiring(name, revision, [CONFIG]):
                 revision = hub.download(name, CONFIG, revision).parent.name
                 for file in (GENERATION, ADAPTER_CONFIG, ADAPTER):
                     with suppress(EntryNotFoundError):

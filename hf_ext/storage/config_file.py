@@ -60,9 +60,19 @@ def quantization_of(config: dict) -> str | None:
         if entry := config.get(key):
             method = entry.get("quant_method") if isinstance(entry, dict) else entry
             if method not in ENCODINGS:
-                return str(method)
-    inner = (value for key, value in config.items() if key.endswith("_config") and isinstance(value, dict))
-    return next(filter(None, map(quantization_of, inner)), None)
+                return str(method or "unknown method")
+    parts = [part for value in config.values() for part in (value if isinstance(value, list) else [value])]
+    return next(filter(None, (quantization_of(part) for part in parts if isinstance(part, dict))), None)
+
+
+def require_no_task(folder: Path) -> None:
+    """Raises CheckpointError if a folder is that of one task of a merge."""
+    settings = storage_settings(folder)
+    if settings.get("quant_method") == EMR and "task" in settings:
+        raise CheckpointError(
+            f"{folder} holds task '{settings['task']}' of a merge, not a whole model. Give the merge, {folder.parent}; `hf-ext "
+            "extract` writes one task as a plain model."
+        )
 
 
 def require_unquantized(folder: Path) -> None:

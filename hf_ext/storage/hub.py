@@ -79,16 +79,25 @@ class Hub(NamedTuple):
                 with contextlib.suppress(errors.EntryNotFoundError):
                     shards = shards_in(self.download(name, index, revision))
                     break
-            try:
+            with self.requiring(name, revision, shards):
                 return download(shards)
-            except errors.LocalEntryNotFoundError as error:
-                repository, subfolder = split_id(name)
-                ref = self._folder(repository) / "refs" / (revision or "main")
-                commit = ref.read_text() if ref.is_file() else revision or "main"
-                if (snapshot := self._folder(repository) / "snapshots" / commit).is_dir():
-                    lacking = [shard for shard in shards if not (snapshot / subfolder / shard).exists()]
-                    raise BaseModelError(incomplete(name, snapshot, lacking)) from error
-                raise
+
+    @contextlib.contextmanager
+    def requiring(self, name: str, revision: str | None, files: Sequence[str]) -> Iterator[None]:
+        """Turns the error of a download without a connection into a BaseModelError that names the missing files, if the
+        repository is in the cache."""
+        from huggingface_hub import errors
+
+        try:
+            yield
+        except errors.LocalEntryNotFoundError as error:
+            repository, subfolder = split_id(name)
+            ref = self._folder(repository) / "refs" / (revision or "main")
+            commit = ref.read_text() if ref.is_file() else revision or "main"
+            if (snapshot := self._folder(repository) / "snapshots" / commit).is_dir():
+                lacking = [file for file in files if not (snapshot / subfolder / file).exists()]
+                raise BaseModelError(incomplete(name, snapshot, lacking)) from error
+            raise
 
     def headers(self, name: str, files: list[str], revision: str | None) -> list[SafetensorsFileMetadata]:
         """Returns the headers of safetensors files that are not downloaded yet; an empty result if a file is downloaded or

@@ -136,7 +136,10 @@ def read_index(path: Path) -> dict[str, str]:
     if not path.is_file():
         raise CorruptFileError(f"{path} is not a file.")
     try:
-        return {name: Path(shard).name for name, shard in json.loads(path.read_bytes())["weight_map"].items()}
+        listed = {name: Path(shard).name for name, shard in json.loads(path.read_bytes())["weight_map"].items()}
+        if not listed:
+            raise ValueError("it lists no tensors")
+        return listed
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptFileError(f"{path} is not an index of shards.") from error
 

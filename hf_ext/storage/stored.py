@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hf_ext.errors import CheckpointError
+from hf_ext.storage.config_file import require_no_task
 from hf_ext.storage.layout import SHARD, all_weights, indices_in, no_weights, read_index, save_of, select_weights
 from hf_ext.storage.safetensors_file import SafetensorsFile
 
@@ -19,6 +20,7 @@ def open_weights(folder: Path, variants: bool = False) -> list[SafetensorsFile]:
         CheckpointError: there are no weights, or some of them are missing.
         CorruptFileError: a file is damaged.
     """
+    require_no_task(folder)
     files = [SafetensorsFile(path) for path in (all_weights(folder) if variants else select_weights(folder))]
     if not files:
         raise no_weights(folder)

@@ -151,6 +151,7 @@ def test_what_cannot_be_coded_is_one_error_and_nothing_is_written(tmp_path, fold
         ({"size": "0"}, "is not a size"),
         ({"bits": [1]}, r"bits=\[1\] is out of range"),
         ({"bits": Decimal(1)}, "out of range"),
+        ({"bits": True}, "out of range"),
         ({"size": "20KB"}, "A folder of 20000 bytes is too small: .* Give at least"),
         ({"keep": 0.5, "size": "1MB"}, "keep and size are given; give one"),
         ({"method": "emr", "bits": 1}, "bits: only the method 'switch'"),

@@ -223,8 +223,8 @@ def add_adapter(model) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (add_to_head, "one model, whose .* would replace files of its tasks"),
-        pytest.param(add_adapter, "an adapter there would replace files of its tasks", marks=adapters_of_transformers),
+        (add_to_head, "belongs to the merge"),
+        pytest.param(add_adapter, "belongs to the merge", marks=adapters_of_transformers),
     ],
 )
 def test_saving_where_the_merge_is_does_not_destroy_it(own, change, message):
@@ -256,6 +256,24 @@ def test_a_changed_model_is_saved_plain(merged, model, tmp_path):
     model.set_task("trec", discard_changes=True)
     model.save_pretrained(tmp_path / "plain", state_dict=model.state_dict())
     same_tensors(tensors_of(tmp_path / "plain"), tensors_of(merged[1]["trec"]))
+
+
+def test_a_task_of_other_labels_is_not_switched_to_under_an_adapter_with_a_head(model):
+    get_peft_model(model, LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS"))
+    with pytest.raises(CheckpointError, match="its own head .* for the labels of 'trec'"):
+        model.set_task("cr")
+
+
+def test_nothing_is_saved_into_the_folder_of_a_task(own):
+    before = contents(own)
+    model = Auto.from_pretrained(own / "task-subj")
+    for change in (lambda: None, lambda: add_to_head(model)):
+        change()
+        with pytest.raises(CheckpointError, match="belongs to the merge"):
+            model.save_pretrained(model.name_or_path)
+    assert contents(own) == before
+    with pytest.raises(CheckpointError, match="holds task 'subj' of a merge"):
+        emr.verify(own / "task-subj")
 
 
 def test_labels_that_were_chosen_when_loading_can_be_discarded(merged):
@@ -349,6 +367,7 @@ def test_an_adapter_loads_onto_the_task_that_it_was_trained_on(merged, model, tm
     adapted.set_task(task)
     adapted.save_pretrained(tmp_path / "adapter")
     loaded = AutoPeftModel.from_pretrained(tmp_path / "adapter")
+    assert Auto.from_pretrained(merged[0], subfolder=f"task-{task}").name_or_path == model.name_or_path
     assert_same_weights(loaded, adapted)
     base = loaded.get_base_model()
     assert base.active_task == task and base.tasks == model.tasks

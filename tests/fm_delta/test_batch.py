@@ -97,7 +97,7 @@ def test_finished_models_are_not_compressed_again(folder):
     assert not set(written_at(folder / "out").items()) & set(first.items())
 
 
-@pytest.mark.parametrize("change", ["source", "result", "result gone", "base", "record gone"])
+@pytest.mark.parametrize("change", ["source", "result", "result gone", "config gone", "base", "record gone"])
 def test_changed_models_are_compressed_again(folder, change):
     compress(folder)
     first, base = written_at(folder / "out"), folder / "base"
@@ -105,6 +105,8 @@ def test_changed_models_are_compressed_again(folder, change):
         write_folder(folder / "models/one", fine_tune(weights(), 8))
     elif change == "result":
         (folder / "out/one/model.safetensors").write_bytes(b"damaged")
+    elif change == "config gone":
+        (folder / "out/one/config.json").unlink()
     elif change == "result gone":
         shutil.rmtree(folder / "out/one")
     elif change == "base":
@@ -114,7 +116,8 @@ def test_changed_models_are_compressed_again(folder, change):
     assert not compress(folder, base=base).failed
     redone = {Path(path).parent.name for path, when in written_at(folder / "out").items() if first.get(path) != when}
     assert redone == (set(NAMES) if change in ("base", "record gone") else {"one"})
-    assert_restored(folder)
+    if change != "config gone":  # with it the record that the card was added
+        assert_restored(folder)
 
 
 def test_a_record_that_cannot_be_read_is_an_error(folder):
@@ -123,6 +126,12 @@ def test_a_record_that_cannot_be_read_is_an_error(folder):
         (folder / "out" / RECORD).write_text(text)
         with pytest.raises(CorruptFileError, match=RECORD):
             compress(folder)
+
+
+def test_a_model_without_config_json_is_noted(folder):
+    (folder / "models/two/config.json").unlink()
+    report = compress(folder)
+    assert not report.failed and f"two: {folder / 'models/two'} has no config.json" in str(report)
 
 
 # ---- what goes wrong -------------------------------------------------------------------------------------------------

@@ -104,6 +104,7 @@ FP8 = {"quant_method": "fp8"}
 QUANTIZED = {
     "at the top": {"quantization_config": FP8},
     "nested": {"thinker_config": {"text_config": {"quantization_config": FP8}}},
+    "in a part of another name": {"decoder": {"quantization_config": FP8}},
     "of compressed-tensors": {"compression_config": FP8},
 }
 
@@ -116,6 +117,14 @@ def test_a_quantized_model_is_refused(tmp_path, use, where):
     with pytest.raises(HfExtError, match=r"is quantized \(fp8\)"):
         taken(src, other, tmp_path / "out")[use]()
     assert not (tmp_path / "out/config.json").exists()
+
+
+@pytest.mark.parametrize("use", [use for use in USES if use != "enable"])
+def test_the_folder_of_a_task_is_refused_by_name(tmp_path, use):
+    src, other = pair(tmp_path)
+    edit_config(src, quantization_config={"quant_method": "hf_ext.emr", "task": "cola"})
+    with pytest.raises(HfExtError, match="holds task 'cola' of a merge"):
+        taken(src, other, tmp_path / "out")[use]()
 
 
 def test_an_entry_of_this_package_or_an_empty_one_is_no_quantization():
