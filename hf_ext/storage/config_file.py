@@ -56,13 +56,15 @@ def is_merge(folder: str | os.PathLike) -> bool:
 def quantization_of(config: dict) -> str | None:
     """Returns the method that the weights of a config.json are quantized by; None if they are not. Its entry may lie in a
     sub-configuration, such as `text_config`. Those of this package do not count."""
-    for key in ("quantization_config", "compression_config"):
-        if entry := config.get(key):
-            method = entry.get("quant_method") if isinstance(entry, dict) else entry
-            if method not in ENCODINGS:
-                return str(method or "unknown method")
-    parts = [part for value in config.values() for part in (value if isinstance(value, list) else [value])]
-    return next(filter(None, (quantization_of(part) for part in parts if isinstance(part, dict))), None)
+    parts: list[object] = [config]
+    for part in parts:  # which grows
+        if isinstance(part, dict):
+            for entry in filter(None, map(part.get, ("quantization_config", "compression_config"))):
+                method = entry.get("quant_method") if isinstance(entry, dict) else entry
+                if method not in ENCODINGS:
+                    return str(method or "unknown method")
+        parts += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+    return None
 
 
 def require_no_task(folder: Path) -> None:
