@@ -75,6 +75,20 @@ void squares(const Plan& plan, const typename F::U* tensor, const typename F::U*
     }
 }
 
+// Compiled once for each set of instructions, which all callers share.
+template <class F>
+void vectorized_squares(const Plan& plan, const typename F::U* tensor, const typename F::U* base, size_t at, size_t count,
+                        Real<F>* out) {
+    with_instructions([&](auto) { squares<F>(plan, tensor, base, at, count, out); });
+}
+
+template <class Real>
+double weighted_mean(const Real* values, const Real* weights, size_t count) {
+    Real sum = 0;
+    with_instructions([&](auto) { sum = weighted_sum(values, weights, count); });
+    return double(sum) / double(count);
+}
+
 template <class F>
 void choose_scales(Plan& plan, const typename F::U* tensor, const typename F::U* base, int threads) {
     const size_t length = plan.shape.row_length, rows = plan.rows.size();
@@ -89,11 +103,9 @@ void choose_scales(Plan& plan, const typename F::U* tensor, const typename F::U*
         const size_t sampled = std::min(usable, std::max({FIT_ROWS, FIT_VALUES / length, more}));
         sample.resize(sampled * length);
         parallel_for((sampled + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE, threads, [&](size_t group) {
-            with_instructions([&](auto) {
-                for (size_t i = group * ROWS_AT_ONCE; i < std::min(sampled, (group + 1) * ROWS_AT_ONCE); ++i)
-                    squares<F>(plan, tensor, base, plan.rows[first + i * usable / sampled] * length, length,
-                               &sample[i * length]);
-            });
+            for (size_t i = group * ROWS_AT_ONCE; i < std::min(sampled, (group + 1) * ROWS_AT_ONCE); ++i)
+                vectorized_squares<F>(plan, tensor, base, plan.rows[first + i * usable / sampled] * length, length,
+                                      &sample[i * length]);
         });
         plan.column_scales = fit_columns(sample, sampled, length);
         for (size_t j = 0; j < length; ++j) weights[j] = Real<F>(std::exp2(-0.5 * plan.column_scales[j]));
@@ -103,15 +115,13 @@ void choose_scales(Plan& plan, const typename F::U* tensor, const typename F::U*
     const size_t begin = plan.first_scaled();
     parallel_for((rows - begin + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE, threads, [&](size_t group) {
         std::vector<Real<F>> row(weights.size());
-        with_instructions([&](auto) {
-            const size_t at = begin + group * ROWS_AT_ONCE;
-            for (size_t i = at; i < std::min(rows, at + ROWS_AT_ONCE); ++i) {
-                const size_t count = plan.row_values(plan.rows[i]);
-                if (sample.empty()) squares<F>(plan, tensor, base, plan.rows[i] * length, count, row.data());
-                const Real<F>* known = sample.empty() ? row.data() : &sample[i * length];
-                plan.row_scales[i] = quarter_octaves(double(weighted_sum(known, weights.data(), count)) / double(count));
-            }
-        });
+        const size_t at = begin + group * ROWS_AT_ONCE;
+        for (size_t i = at; i < std::min(rows, at + ROWS_AT_ONCE); ++i) {
+            const size_t count = plan.row_values(plan.rows[i]);
+            if (sample.empty()) vectorized_squares<F>(plan, tensor, base, plan.rows[i] * length, count, row.data());
+            const Real<F>* known = sample.empty() ? row.data() : &sample[i * length];
+            plan.row_scales[i] = quarter_octaves(weighted_mean(known, weights.data(), count));
+        }
     });
 }
 

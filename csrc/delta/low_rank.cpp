@@ -19,7 +19,7 @@ namespace {
 
 constexpr int MAX_RANK = 1024, MAX_EXPONENT = 100;
 constexpr double NARROW_SUMS = 0x1p24, WIDE_SUMS = 0x1p53;  // float and double represent every integer below these
-constexpr size_t BAND = 1024;                               // columns whose factors fit in the second-level cache
+constexpr size_t BAND = 960;  // columns whose factors fit in the second-level cache, a multiple of the columns of each tile
 
 // The caller may have set another rounding mode or flush denormals to zero.
 struct DefaultRounding {
@@ -64,46 +64,40 @@ void move_values(const typename F::U* __restrict base, const Sum* __restrict sum
     for (size_t j = first; j < last; ++j) out[j] = moved<F>(base[j], Change(sums[j]) * unit);
 }
 
-// Moves columns `first` to `last` of COUNT rows. `places` are the indices of these rows in the tensor.
-template <class F, Instructions SET, class Change, size_t COUNT, class AllFactors>
-void move_rows(const AllFactors& factors, size_t row, size_t first, size_t last, const uint32_t* places, size_t length,
-               Change unit, const typename F::U* base, typename F::U* out) {
-    constexpr size_t WIDTH = AllFactors::template COLUMNS<SET>;
-    for (size_t column = first - first % WIDTH; column < last; column += WIDTH) {
-        typename AllFactors::Sum sums[COUNT][WIDTH];
-        factors.template sum<SET>(row, column, sums);
-        for (size_t i = 0; i < COUNT; ++i) {
-            const size_t at = places[i] * length + column;
-            prefetch(base + at, COUNT * length, WIDTH);
-            // The loop over whole tiles is unrolled.
-            if (first <= column && column + WIDTH <= last)
-                move_values<F>(base + at, sums[i], unit, 0, WIDTH, out + at);
-            else
-                move_values<F>(base + at, sums[i], unit, std::max(first, column) - column, std::min(last - column, WIDTH),
-                               out + at);
-        }
-    }
-}
-
-// Moves the values `begin` to `end` of a part.
+// Moves the values `begin` to `end` of a part: whole tiles of COUNT rows, of which the loops are unrolled, and what is left of
+// each row.
 template <class F, Instructions SET, class Change, class AllFactors>
 void move(const AllFactors& factors, const Plan& plan, const Part& part, size_t begin, size_t end, Change unit,
           const typename F::U* base, typename F::U* out) {
-    constexpr size_t COUNT = AllFactors::template ROWS<SET>;
+    constexpr size_t COUNT = AllFactors::template ROWS<SET>, WIDTH = AllFactors::template COLUMNS<SET>;
+    static_assert(BAND % WIDTH == 0);
     const size_t length = plan.shape.row_length;
     const uint32_t* places = &plan.rows[part.first_row];
     for (size_t band = 0; band < length; band += BAND) {
         const size_t band_end = std::min(length, band + BAND);
-        for (size_t row = begin / length; row * length < end;) {
-            if (row * length >= begin && (row + COUNT) * length <= end) {
-                move_rows<F, SET, Change, COUNT>(factors, row, band, band_end, places + row, length, unit, base, out);
-                row += COUNT;
-            } else {
-                const size_t first = std::max(begin, row * length + band) - row * length,
-                             last = std::min(end, row * length + band_end) - row * length;
-                if (first < last)
-                    move_rows<F, SET, Change, 1>(factors, row, first, last, places + row, length, unit, base, out);
-                ++row;
+        for (size_t row = begin / length, rows; row * length < end; row += rows) {
+            const bool whole = row * length >= begin && (row + COUNT) * length <= end;
+            const size_t tiles_end = whole ? band_end - band_end % WIDTH : band;
+            rows = whole ? COUNT : 1;
+            for (size_t column = band; column < tiles_end; column += WIDTH) {
+                typename AllFactors::Sum sums[COUNT][WIDTH];
+                factors.template sum<SET>(row, column, sums);
+                for (size_t i = 0; i < COUNT; ++i) {
+                    const size_t at = places[row + i] * length + column;
+                    prefetch(base + at, COUNT * length, WIDTH);
+                    move_values<F>(base + at, sums[i], unit, 0, WIDTH, out + at);
+                }
+            }
+            for (size_t i = row; i < row + rows; ++i) {
+                const size_t first = std::max(begin, i * length + tiles_end) - i * length,
+                             last = std::min(end, i * length + band_end) - i * length;
+                for (size_t column = first - first % WIDTH; column < last; column += WIDTH) {
+                    typename AllFactors::Sum sums[1][WIDTH];
+                    factors.template sum<SET>(i, column, sums);
+                    const size_t at = places[i] * length + column;
+                    move_values<F>(base + at, sums[0], unit, std::max(first, column) - column, std::min(last - column, WIDTH),
+                                   out + at);
+                }
             }
         }
     }
@@ -115,34 +109,35 @@ void LowRank::prepare(bool doubles) {
     if (rank < 1 || rank > MAX_RANK || std::abs(exponent) > MAX_EXPONENT)
         throw std::runtime_error("the low-rank factors are impossible");
     const size_t count = size_t(rank), length = columns.size() / count;
+    std::vector<uint32_t> row_limits(count), column_limits(count);  // the largest magnitudes of each component
     with_instructions([&](auto) {
-        std::vector<uint32_t> row_limits(count), column_limits(count);  // the largest magnitudes of each component
         for (size_t i = 0; i < rows.size(); i += count)
             for (size_t k = 0; k < count; ++k) row_limits[k] = std::max(row_limits[k], magnitude(rows[i + k]));
-        double most_row = 0, most_column = 0, most_sum = 0;
-        for (size_t k = 0; k < count; ++k) {
+        for (size_t k = 0; k < count; ++k)
             for (size_t j = 0; j < length; ++j)
                 column_limits[k] = std::max(column_limits[k], magnitude(columns[k * length + j]));
-            most_row = std::max(most_row, double(row_limits[k]));
-            most_column = std::max(most_column, double(column_limits[k]));
-            most_sum += double(row_limits[k]) * column_limits[k];
-        }
-        const double most = double(rank) * most_row * most_column;
-        if (most >= WIDE_SUMS) throw std::runtime_error("the low-rank factors are impossible");
-        wide_ = doubles || most >= NARROW_SUMS;
-        const auto fit = [&](auto sum) {
-            using Factors = PairedFactors<decltype(sum)>;
-            return most_row <= Factors::MOST_ROW && most_column <= Factors::MOST_COLUMN &&
-                   most_sum <= std::numeric_limits<decltype(sum)>::max();
-        };
-        if (fit(int16_t())) {
-            factors_ = arranged<PairedFactors<int16_t>>(*this);
-        } else if (fit(int32_t())) {
-            factors_ = arranged<PairedFactors<int32_t>>(*this);
-        } else {
-            factors_ = arranged<AnyFactors>(*this);
-        }
     });
+    double most_row = 0, most_column = 0, most_sum = 0;
+    for (size_t k = 0; k < count; ++k) {
+        most_row = std::max(most_row, double(row_limits[k]));
+        most_column = std::max(most_column, double(column_limits[k]));
+        most_sum += double(row_limits[k]) * column_limits[k];
+    }
+    const double most = double(rank) * most_row * most_column;
+    if (most >= WIDE_SUMS) throw std::runtime_error("the low-rank factors are impossible");
+    wide_ = doubles || most >= NARROW_SUMS;
+    const auto fit = [&](auto sum) {
+        using Factors = PairedFactors<decltype(sum)>;
+        return most_row <= Factors::MOST_ROW && most_column <= Factors::MOST_COLUMN &&
+               most_sum <= std::numeric_limits<decltype(sum)>::max();
+    };
+    if (fit(int16_t())) {
+        factors_ = arranged<PairedFactors<int16_t>>(*this);
+    } else if (fit(int32_t())) {
+        factors_ = arranged<PairedFactors<int32_t>>(*this);
+    } else {
+        factors_ = arranged<AnyFactors>(*this);
+    }
 }
 
 void LowRank::predict(const Plan& plan, const Part& part, size_t begin, size_t size, const void* base, void* out) const {
@@ -153,15 +148,17 @@ void LowRank::predict(const Plan& plan, const Part& part, size_t begin, size_t s
         using U = typename F::U;
         std::visit(
             [&](const auto& factors) {
-                // Factors whose sums have 16 bits are too small for wide sums.
-                constexpr bool may_be_wide = F::WIDTH == 64 || sizeof(typename std::decay_t<decltype(factors)>::Sum) > 2;
+                // Factors whose sums have 16 bits are too small for wide sums. Other types of factors are used with both,
+                // except that the rare ones of any size always have wide sums, which are rounded to the same values.
+                using Sum = typename std::decay_t<decltype(factors)>::Sum;
+                constexpr bool may_be_wide = F::WIDTH == 64 || sizeof(Sum) > 2, always_wide = std::is_same_v<Sum, double>;
                 const U* from = static_cast<const U*>(base);
                 U* to = static_cast<U*>(out);
                 with_instructions([&](auto set) {
                     if constexpr (may_be_wide)
-                        if (F::WIDTH == 64 || wide_)
+                        if (F::WIDTH == 64 || always_wide || wide_)
                             return move<F, set(), double>(factors, plan, part, begin, begin + size, unit, from, to);
-                    if constexpr (F::WIDTH != 64)
+                    if constexpr (F::WIDTH != 64 && !always_wide)
                         move<F, set(), float>(factors, plan, part, begin, begin + size, float(unit), from, to);
                 });
             },
