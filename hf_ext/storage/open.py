@@ -8,16 +8,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hf_ext.errors import BaseModelError, CheckpointError
+from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
 from hf_ext.storage.checkpoint import Checkpoint
 from hf_ext.storage.config_file import CONFIG, UNQUANTIZED, quantization_of, read_config, storage_settings
 from hf_ext.storage.delta.file import KEY, CompressedFile, check_shards
+from hf_ext.storage.delta.payload import is_payload
 from hf_ext.storage.delta.source import PARTS_OF, SEVERAL_MODELS, DeltaCheckpoint
 from hf_ext.storage.hub import HUB, Hub, absolute, absolute_path, snapshot_of, within
 from hf_ext.storage.layout import shard_sets
 from hf_ext.storage.safetensors_file import SafetensorsFile
 from hf_ext.storage.source import NoBase, TensorSource
-from hf_ext.storage.stored import open_weights, require_all
+from hf_ext.storage.stored import AGAIN, open_weights, require_all
 
 if TYPE_CHECKING:
     from huggingface_hub.utils import SafetensorsFileMetadata
@@ -53,6 +54,8 @@ def open_checkpoint(
     if checkpoint.has_metadata(PARTS_OF):
         raise CheckpointError(f"{checkpoint} {SEVERAL_MODELS}")
     if not checkpoint.has_metadata(KEY):
+        if any(is_payload(checkpoint.read(name).data) for name in checkpoint.names() if checkpoint.entry(name).dtype == "U8"):
+            raise CorruptFileError(f"The header of {checkpoint} is damaged: the record of its payloads is missing. {AGAIN}")
         return checkpoint
     files = _open_shards(checkpoint.files)
     return DeltaCheckpoint(files, open_base(files, None if base is None else absolute(base), None, hub, checkpoint), checkpoint)
