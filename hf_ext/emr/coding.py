@@ -156,7 +156,7 @@ class Sample:
     """A sample of the tensors that a task codes, to choose the step.
 
     It has the tensors at places spread evenly over all values, half of the places by the number of values and half by the size
-    of their changes. Of small models, and of those that changed in no place, it has all tensors.
+    of their changes. Of small models it has all tensors, and of models without a change there all that changed.
 
     Args:
         model, base: the task, and the model that it was fine-tuned from.
@@ -179,6 +179,10 @@ class Sample:
             (name, float(weight), *_pair(model, base, name, most)) for name, weight in zip(names, weights) if weight
         ]
         self._squares = [_square(tensor, prior) for _, _, tensor, prior in self._tensors]
+        if not any(self._squares):  # perhaps a few rows changed, such as added words
+            whole = ((name, float(size), *_pair(model, base, name, int(size))) for name, size in zip(names, sizes))
+            self._tensors = [entry for entry in whole if _square(*entry[2:])]
+            self._squares = [_square(*entry[2:]) for entry in self._tensors]
         self._values = sum(weight for _, weight, *_ in self._tensors)
         self._whole = sum(weight * square for (_, weight, *_), square in zip(self._tensors, self._squares))
         self._gains: dict[float, float] = {}

@@ -158,10 +158,16 @@ def find_base(src: str | os.PathLike, candidates: Iterable[str | os.PathLike] | 
             if not _is_same(src, candidate[2]) and candidate[:2] not in compared
         ]
     examined.sort(key=lambda candidate: (VERDICTS.index(candidate.verdict), candidate.bits or 0))
-    report = BaseReport(str(src), examined)
-    if len(tied := report.nearest) > 1:
-        examined[: len(tied)] = [replace(one, verdict="likely", why=f"{one.why}, and so do another's") for one in tied]
-    return report
+    tied = BaseReport(str(src), examined).nearest
+    if len(tied) > 1:
+        near = max(one.bits or 0 for one in tied)
+        examined = [
+            replace(one, verdict="likely", why=f"{one.why}, and so do another's")
+            if one.verdict == tied[0].verdict and (one.bits or 0) <= near
+            else one
+            for one in examined
+        ]
+    return BaseReport(str(src), examined)
 
 
 def _is_tied(other: Candidate, best: Candidate) -> bool:

@@ -230,6 +230,19 @@ def test_what_is_written_takes_what_was_asked_whichever_layer_changed(tmp_path, 
     assert change != "one value" or float(moved[3, 4]) == pytest.approx(float(single[3, 4]), rel=0.01)
 
 
+def test_a_change_between_the_rows_of_the_sample_takes_the_bits_asked_for(tmp_path, monkeypatch):
+    base = {f"layers.{i}.weight": torch.randn(256, 64) for i in range(4)}
+    tuned = base | {"layers.2.weight": base["layers.2.weight"].clone()}
+    tuned["layers.2.weight"][129:139] += 0.01 * torch.randn(10, 64)
+    for folder, tensors in (("base", base), ("task", tuned)):
+        write_folder(tmp_path / folder, tensors)
+    for name, value in {"FEW_VALUES": 0, "GLANCE": 128, "MOST_VALUES": 128}.items():
+        monkeypatch.setattr(coding, name, value)
+    options = {"method": "switch", "bits": 0.1}
+    [task] = emr.merge(tmp_path / "base", {"t": tmp_path / "task"}, tmp_path / "out", **options).tasks
+    assert task.bits == pytest.approx(0.1, rel=0.05)
+
+
 @pytest.mark.parametrize("bits", [2, 8])
 def test_the_names_of_a_small_model_count(tmp_path, bits):
     for folder, tensors in (("base", weights()), ("task", fine_tune(weights()))):

@@ -64,6 +64,8 @@ def test_of_two_that_are_equally_near_none_is_the_base(folder):
     with pytest.raises(BaseModelError, match="equally near: .*--base"):
         report.require()
     assert fm_delta.find_base(folder / "tuned", [folder / "copy", folder / "base"]).verdict == "sure"
+    report = fm_delta.find_base(folder / "tuned", [folder / "copy", folder / "sibling", folder / "base"])
+    assert verdicts(report) == dict.fromkeys(("base", "copy", "sibling"), "likely")
 
 
 def test_prefixes_and_new_heads_do_not_hide_the_base(tmp_path):
