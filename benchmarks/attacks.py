@@ -44,8 +44,8 @@ from hf_ext import emr
 from hf_ext.emr.folder import MergeFolder
 from hf_ext.fm_delta import compress_checkpoint
 from hf_ext.storage.delta.file import SEAL
-from hf_ext.storage.open import open_checkpoint
 from hf_ext.storage.safetensors_file import ITEMSIZE, Entry, parse_header, write_header
+from hf_ext.storage.stored import open_checkpoint
 
 SECONDS, MEMORY, PAGE = 20, 1 << 30, 4096
 SHAPES = {"embed": (512, 128), "up": (512, 128), "down": (128, 512), "head": (512, 128), "norm": (128,)}

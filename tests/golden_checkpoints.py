@@ -23,8 +23,8 @@ from hf_ext import emr
 from hf_ext.emr import modulators
 from hf_ext.storage.delta import payload
 from hf_ext.storage.delta.writer import write_delta
-from hf_ext.storage.open import open_plain
 from hf_ext.storage.safetensors_file import RawTensor, SafetensorsFile
+from hf_ext.storage.stored import open_plain
 
 TESTS = Path(__file__).parent
 DELTAS, MERGES = TESTS / "storage" / "golden", TESTS / "emr" / "golden"

@@ -15,7 +15,7 @@ from tiny_models import bert, perturb
 from transformers import AutoModelForSequenceClassification
 
 from hf_ext import CheckpointError, emr, fm_delta
-from hf_ext.storage.open import open_checkpoint
+from hf_ext.storage.stored import open_checkpoint
 
 
 @pytest.fixture

@@ -23,13 +23,14 @@ from hf_ext.errors import CheckpointError
 from hf_ext.integration import compat
 from hf_ext.integration.config_change import plain
 from hf_ext.storage.checkpoint import Checkpoint
-from hf_ext.storage.config_file import forget_encoding, is_merge
+from hf_ext.storage.config_file import forget_encoding
 from hf_ext.storage.hub import downloaded
 from hf_ext.storage.layout import ADAPTER
 from hf_ext.storage.names import Names, Ties
-from hf_ext.storage.open import OF_TASK, open_checkpoint
 from hf_ext.storage.safetensors_file import Entry, RawTensor
 from hf_ext.storage.source import TensorSource
+from hf_ext.storage.stored import Stored, open_checkpoint, split_task
+from hf_ext.storage.weights import Kind
 
 AUTO_CLASSES = {
     TaskType.SEQ_CLS: "AutoModelForSequenceClassification",
@@ -132,6 +133,9 @@ class AdapterSource(TensorSource):
             used = set(self._twins.values())
             self._twins |= {name: name for name in self.base.names() if name not in used}
 
+    def require_intact(self) -> None:
+        self.base.require_intact()
+
     def names(self) -> list[str]:
         return sorted({*self._given, *self._twins})
 
@@ -164,11 +168,6 @@ def _changed_by(layer: BaseTunerLayer) -> list[str]:
     return [name for name, _ in layer.get_base_layer().named_parameters(recurse=False)]
 
 
-def _is_merge(name: str) -> bool:
-    """Checks whether a name stands for a merge or one of its tasks: the folder's config.json says so, or the name's end."""
-    return is_merge(name) if os.path.isdir(name) else OF_TASK in name
-
-
 def _settings_of(folder: Path) -> PeftConfig:
     """Returns the configuration of an adapter that can be merged into the weights of its base, file by file.
 
@@ -186,7 +185,7 @@ def _settings_of(folder: Path) -> PeftConfig:
         raise CheckpointError(
             f"{folder} has no adapter_config.json that PEFT can read: {type(error).__name__}: {error}"
         ) from error
-    if trained_on and _is_merge(trained_on):
+    if trained_on and (split_task(trained_on)[1] or os.path.isdir(trained_on) and Stored(trained_on).kind is Kind.MERGE):
         raise CheckpointError(
             f"{folder} is an adapter of a task of the merge {trained_on}, not of the base. Merge it into that task's model "
             "(merge_and_unload), save the model, and give that folder."

@@ -22,11 +22,12 @@ from hf_ext.storage.files import copy, write_json
 from hf_ext.storage.hub import HUB, Hub, first_line, repository_of, snapshot_of
 from hf_ext.storage.layout import GENERATION, select_weights
 from hf_ext.storage.native import FLOATS, WIDTHS, cast
-from hf_ext.storage.open import OF_TASK, open_delta
+from hf_ext.storage.open import open_delta
 from hf_ext.storage.plain_writer import shards_of
 from hf_ext.storage.prefetch import Prefetcher, threads_for
 from hf_ext.storage.safetensors_file import ComputedFile, Entry, RawTensor
 from hf_ext.storage.source import TensorSource
+from hf_ext.storage.stored import OF_TASK
 
 KEPT_TASKS = 4  # whose masks stay in memory
 

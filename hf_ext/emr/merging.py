@@ -27,10 +27,10 @@ from hf_ext.storage.files import require_another_folder, scan, staged_folder
 from hf_ext.storage.guards import require_new
 from hf_ext.storage.hub import downloaded
 from hf_ext.storage.layout import OURS
-from hf_ext.storage.open import config_of, open_plain
 from hf_ext.storage.plain_writer import write_files
 from hf_ext.storage.prefetch import Prefetcher, progress
 from hf_ext.storage.source import TensorSource
+from hf_ext.storage.stored import config_of, open_plain
 
 logger = get_logger(__name__)
 

@@ -11,17 +11,16 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from transformers import PreTrainedModel
 
+from hf_ext.adapters.models import open_model
 from hf_ext.emr.checks import TaskModel
 from hf_ext.emr.modulators import is_asset
 from hf_ext.errors import CheckpointError
 from hf_ext.integration.config_change import difference
 from hf_ext.integration.loading.weight_plan import ignored_weight, skeleton_of, ties_of
-from hf_ext.storage.config_file import CONFIG, read_config, require_unquantized
 from hf_ext.storage.files import scan
 from hf_ext.storage.hub import downloaded
-from hf_ext.storage.layout import ADAPTER_CONFIG, all_weights
-from hf_ext.storage.open import open_checkpoint
 from hf_ext.storage.source import Renamed, TensorSource
+from hf_ext.storage.stored import Stored
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -45,27 +44,15 @@ def open_task(name: str, task: Task, base: TensorSource, scratch: Path) -> TaskM
         folder = downloaded(task, f"Task '{name}': ")
     else:
         raise CheckpointError(f"Task '{name}' is a {type(task).__name__}; give a folder, a Hub id, or a model.")
-    tensors: TensorSource
-    if (folder / ADAPTER_CONFIG).exists():
-        from hf_ext.adapters.adapter_source import AdapterSource  # PEFT takes its time to import
-
-        try:
-            # As from_pretrained does: an adapter beside the weights of a model belongs to that model.
-            tensors = AdapterSource(folder, open_checkpoint(folder) if all_weights(folder) else base)
-        except CheckpointError as error:
-            raise CheckpointError(f"Task '{name}': {error}") from error
-        config = tensors.config.to_dict()
-    else:
-        config = read_config(folder / CONFIG)
-        if not config:
-            raise CheckpointError(f"Task '{name}': {folder} has no config.json.")
-        if "_class_name" in config:
-            raise CheckpointError(
-                f"Task '{name}': {folder} is a model of diffusers, which has no tasks. `hf-ext compress` can store it."
-            )
-        require_unquantized(folder)
-        config.pop("quantization_config", None)
-        tensors = open_checkpoint(folder)
+    stored = Stored(str(folder))
+    try:
+        tensors, config = open_model(stored, base)
+    except CheckpointError as error:
+        raise CheckpointError(f"Task '{name}': {error}") from error
+    if "_class_name" in config:
+        raise CheckpointError(
+            f"Task '{name}': {folder} is a model of diffusers, which has no tasks. `hf-ext compress` can store it."
+        )
     return TaskModel(name, folder, tensors, config, assets_of(folder))
 
 

@@ -37,7 +37,7 @@ from hf_ext.emr.reports import figures_of
 from hf_ext.errors import CheckpointError
 from hf_ext.storage.config_file import CONFIG, EMR, HINT
 from hf_ext.storage.delta.coarse import coarsened
-from hf_ext.storage.delta.source import PARTS_OF, DeltaCheckpoint
+from hf_ext.storage.delta.source import DeltaCheckpoint
 from hf_ext.storage.delta.writer import write_delta
 from hf_ext.storage.files import copy, write_json
 from hf_ext.storage.layout import GENERATION, INDEX
@@ -46,6 +46,7 @@ from hf_ext.storage.plain_writer import shards_of
 from hf_ext.storage.prefetch import Prefetcher, progress, threads_for
 from hf_ext.storage.safetensors_file import RawTensor, float_name
 from hf_ext.storage.source import TensorSource
+from hf_ext.storage.weights import PARTS_OF
 
 RUNS, MORE_RUNS, RUN = 24, 240, 1 << 16  # of a sample: numbers of runs, and values in each
 SUM_NAMES = election.SUMS.names or ()

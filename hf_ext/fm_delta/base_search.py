@@ -18,7 +18,7 @@ from hf_ext.storage.config_file import CONFIG, read_config, require_unquantized
 from hf_ext.storage.hub import downloaded, within
 from hf_ext.storage.layout import PIPELINE, models_in, select_weights
 from hf_ext.storage.likeness import LIKELY_SHARE, Likeness, likeness, unrelated
-from hf_ext.storage.open import open_checkpoint, open_counterpart, open_plain
+from hf_ext.storage.stored import open_checkpoint, open_counterpart, open_plain
 
 SURE_AGREEMENT, SURE_SHARE = 0.6, 0.8  # see likeness.py
 NEAR = 1.01  # bits per parameter, as a multiple of the best candidate's, that do not tell which of two is the base

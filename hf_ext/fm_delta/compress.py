@@ -17,8 +17,9 @@ from hf_ext.storage.files import copy_entries, require_another_folder, staged_fo
 from hf_ext.storage.guards import require_new
 from hf_ext.storage.hub import downloaded, within
 from hf_ext.storage.layout import models_in
-from hf_ext.storage.open import open_counterpart, open_files, require_depth
+from hf_ext.storage.open import open_files, require_depth
 from hf_ext.storage.source import NoBase, TensorSource
+from hf_ext.storage.stored import open_counterpart
 
 
 def compress_checkpoint(

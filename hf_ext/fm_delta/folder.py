@@ -10,15 +10,14 @@ from pathlib import Path
 
 from hf_ext.errors import CheckpointError
 from hf_ext.storage.config_file import CONFIG, FM_DELTA, read_config, remove_settings, require_unquantized, storage_settings
-from hf_ext.storage.delta.file import KEY
-from hf_ext.storage.delta.source import PARTS_OF, SEVERAL_MODELS, RestoredFile, require_one_model
+from hf_ext.storage.delta.source import RestoredFile
 from hf_ext.storage.files import copy_entries, rewrite, scan
 from hf_ext.storage.hub import absolute, within
 from hf_ext.storage.layout import all_weights, models_in, shard_sets
 from hf_ext.storage.open import open_base, open_files
 from hf_ext.storage.safetensors_file import SafetensorsFile, TensorFile
 from hf_ext.storage.source import NoBase, TensorSource
-from hf_ext.storage.stored import open_weights
+from hf_ext.storage.weights import Kind, kind_of, open_weights
 
 ADDED_CARD = {"card": "added"}  # in the `quantization_config` of a folder whose README.md compression has added
 
@@ -80,7 +79,8 @@ class ModelFolder:
         models = []
         for place in compressed_in(path):
             files = open_files(path / place)
-            require_one_model(files, path / place)
+            if kind_of(file.file.metadata for file in files) is Kind.MERGE:
+                raise CheckpointError(f"{path / place} {Kind.MERGE.value}")
             for file in files:
                 file.require_intact()
             source = open_base(files, None if base is None else within(absolute(base), place))
@@ -124,11 +124,10 @@ def compressed_in(path: Path) -> list[str]:
 
 
 def is_compressed(path: Path) -> bool:
-    """Checks whether a folder holds a compressed model, even a damaged one that its config.json tells."""
+    """Checks whether a folder holds a compressed model, even a damaged one that its config.json tells, and nothing else."""
     if storage_settings(path).get("quant_method") == FM_DELTA:
         return True
-    headers = [SafetensorsFile(file).metadata for file in all_weights(path)]
-    return bool(headers) and all(KEY in header and PARTS_OF not in header for header in headers)
+    return {kind_of([SafetensorsFile(file).metadata]) for file in all_weights(path)} == {Kind.COMPRESSED}
 
 
 def card_record(folder: Path) -> dict[str, str]:
@@ -141,8 +140,6 @@ def _plain_files(path: Path) -> list[SafetensorsFile]:
     """Opens the plain weights of one model. See `ModelFolder.open_plain`."""
     require_unquantized(path)
     files = open_weights(path, variants=True)
-    if any(PARTS_OF in file.metadata for file in files):
-        raise CheckpointError(f"{path} {SEVERAL_MODELS}")
-    if any(KEY in file.metadata for file in files):
-        raise CheckpointError(f"{path} is compressed already; decompress it first.")
+    if (kind := kind_of(file.metadata for file in files)) is not Kind.PLAIN:
+        raise CheckpointError(f"{path} {kind.value}{' Decompress it first.' * (kind is Kind.COMPRESSED)}")
     return files

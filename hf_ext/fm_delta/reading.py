@@ -8,8 +8,8 @@ from types import EllipsisType
 from typing import TYPE_CHECKING, TypeAlias
 
 from hf_ext.storage.hub import Hub
-from hf_ext.storage.open import open_checkpoint
 from hf_ext.storage.source import TensorSource
+from hf_ext.storage.stored import open_checkpoint
 
 if TYPE_CHECKING:
     import torch

@@ -26,8 +26,9 @@ from hf_ext.storage.delta.source import base_tensor
 from hf_ext.storage.files import require_another_folder, staged_folder
 from hf_ext.storage.hub import absolute
 from hf_ext.storage.layout import all_weights
-from hf_ext.storage.open import open_checkpoint, open_counterpart, require_depth
+from hf_ext.storage.open import require_depth
 from hf_ext.storage.source import TensorSource
+from hf_ext.storage.stored import open_checkpoint, open_counterpart
 
 logger = logging.get_logger(__name__)
 

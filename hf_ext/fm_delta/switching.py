@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
+from dataclasses import replace
 
-from huggingface_hub.errors import EntryNotFoundError
 from transformers import PreTrainedModel
 from transformers.utils.logging import get_logger
 
+from hf_ext.adapters.models import open_model
 from hf_ext.errors import BaseModelError, CheckpointError
 from hf_ext.integration import compat
 from hf_ext.integration.config_change import ConfigChange, change_between, difference
 from hf_ext.integration.in_place import LiveWeights, lock_of, require_plain
-from hf_ext.storage.checkpoint import Checkpoint
-from hf_ext.storage.config_file import CONFIG, read_config, require_unquantized
-from hf_ext.storage.hub import Hub, is_local, reaching
-from hf_ext.storage.layout import ADAPTER, ADAPTER_CONFIG, GENERATION
-from hf_ext.storage.open import OF_TASK, open_checkpoint
+from hf_ext.storage.config_file import read_config
+from hf_ext.storage.hub import Hub, is_local
+from hf_ext.storage.layout import GENERATION
 from hf_ext.storage.source import TensorSource
+from hf_ext.storage.stored import Stored, split_task
 
 logger = get_logger(__name__)
 
@@ -61,7 +60,7 @@ def switch(
     """
     with lock_of(model):
         _require_own_weights(model)
-        source, commit, config, generation = _open(other, revision, Hub(token, cache_dir, local_files_only))
+        source, commit, config, generation = _open(os.fspath(other), revision, Hub(token, cache_dir, local_files_only))
         change = _change(model, source, config, generation)
         with compat.host_internals("Switching to another checkpoint", "Load the checkpoint with from_pretrained."):
             from hf_ext.integration.loading.weight_plan import plan_of
@@ -95,41 +94,25 @@ def _require_own_weights(model: PreTrainedModel) -> None:
         )
 
 
-def _open(other: str | os.PathLike, revision: str | None, hub: Hub) -> tuple[TensorSource, str | None, dict, dict | None]:
+def _open(other: str, revision: str | None, hub: Hub) -> tuple[TensorSource, str | None, dict, dict | None]:
     """Returns the tensors of a checkpoint, its commit on the Hub, its config.json, and its generation settings if any."""
-    name = os.fspath(other)
-    if OF_TASK in name and not os.path.exists(name):
-        merge, _, task = name.partition(OF_TASK)
+    merge, task = split_task(other)
+    if task is not None:
         raise CheckpointError(
-            f"'{name}' is a task of a merge. Load the merge with from_pretrained('{merge}') and call set_task('{task}'), or "
+            f"'{other}' is a task of a merge. Load the merge with from_pretrained('{merge}') and call set_task('{task}'), or "
             "write the task as a plain checkpoint: hf-ext extract."
         )
+    stored = Stored(other, None if is_local(other) else revision, hub)
     try:
-        if is_local(name):
-            revision = None
-        else:
-            # All files come from the commit of the first.
-            with reaching(name, revision), hub.requiring(name, revision, [CONFIG]):
-                revision = hub.download(name, CONFIG, revision).parent.name
-                for file in (GENERATION, ADAPTER_CONFIG, ADAPTER):
-                    with suppress(EntryNotFoundError):
-                        hub.download(name, file, revision)
-        folder = Checkpoint(name, revision, hub).paths[0].parent
+        if not is_local(other):
+            stored = replace(stored, revision=stored.folder.name)  # all files come from the commit of the first
+        commit = stored.checkpoint.revision
     except BaseModelError as error:
         raise CheckpointError(str(error)) from error
-    config = read_config(folder / CONFIG)
-    if not config:
-        raise CheckpointError(f"'{name}' has no config.json; give the folder of a saved model.")
-    require_unquantized(folder)
-    config.pop("quantization_config", None)
-    source: TensorSource = open_checkpoint(name, revision, hub)
+    source, config = open_model(stored)
     source.require_intact()  # before the first weight changes
-    if (folder / ADAPTER_CONFIG).exists():  # beside the model that it belongs to: from_pretrained loads both
-        from hf_ext.adapters.adapter_source import AdapterSource  # PEFT takes its time to import
-
-        source = AdapterSource(folder, source)
-        config = source.config.to_dict()
-    return source, revision, config, read_config(folder / GENERATION) or None
+    generation = stored.file(GENERATION)
+    return source, commit, config, read_config(generation) if generation else None
 
 
 def _change(model: PreTrainedModel, source: TensorSource, text: dict, generation: dict | None) -> ConfigChange:

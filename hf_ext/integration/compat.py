@@ -20,9 +20,8 @@ from packaging.version import Version
 from hf_ext.errors import CheckpointError, HfExtError, MissingDependencyError
 from hf_ext.integration import versions
 from hf_ext.storage.config_file import ENCODINGS
-from hf_ext.storage.delta.file import KEY
-from hf_ext.storage.delta.source import PARTS_OF
 from hf_ext.storage.hub import Hub
+from hf_ext.storage.weights import KEY, PARTS_OF
 
 if TYPE_CHECKING:
     import torch

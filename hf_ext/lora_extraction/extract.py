@@ -28,11 +28,11 @@ from hf_ext.storage.guards import require_place
 from hf_ext.storage.hub import downloaded
 from hf_ext.storage.layout import ADAPTER, ADAPTER_CONFIG, DIFFUSERS_LORA, models_in
 from hf_ext.storage.likeness import unrelated
-from hf_ext.storage.open import open_checkpoint, open_counterpart
 from hf_ext.storage.plain_writer import write_files
 from hf_ext.storage.prefetch import progress
 from hf_ext.storage.safetensors_file import ComputedFile, RawTensor, SafetensorsFile
 from hf_ext.storage.source import NoBase, TensorSource
+from hf_ext.storage.stored import open_checkpoint, open_counterpart
 
 HEADER = 256  # bytes of a file's header for each tensor, at most
 MOST_TOKENS = 1024  # of a text

@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 
 from hf_ext.errors import BaseModelError, HfExtError
 from hf_ext.integration import compat
-from hf_ext.storage.open import open_counterpart
 from hf_ext.storage.safetensors_file import torch_dtype
 from hf_ext.storage.source import TensorSource
+from hf_ext.storage.stored import open_counterpart
 
 ADVICE = "Name a folder or Hub id that holds the base's original weights: QPissaConfig(full_precision_model=…)."
 

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from hf_ext.emr.folder import open_merge
 from hf_ext.errors import BaseModelError, CheckpointError
-from hf_ext.storage.checkpoint import Checkpoint
-from hf_ext.storage.config_file import CONFIG, ENCODINGS, storage_settings
-from hf_ext.storage.delta.source import PARTS_OF
-from hf_ext.storage.hub import HUB, is_local, reaching
-from hf_ext.storage.open import OF_TASK, open_checkpoint
+from hf_ext.storage.config_file import ENCODINGS
 from hf_ext.storage.prefetch import Prefetcher
 from hf_ext.storage.source import TensorSource
+from hf_ext.storage.stored import Stored, split_task
+from hf_ext.storage.weights import Kind
 
 if TYPE_CHECKING:
     import torch
@@ -31,29 +27,25 @@ class StoredModel(NamedTuple):
     @classmethod
     def named(cls, name: str, revision: str | None = None) -> StoredModel:
         """Returns the model of a name: PATH or MERGE#TASK."""
-        path, of_task, task = name.partition(OF_TASK)
-        return cls(path, revision, task) if of_task and not os.path.exists(name) else cls(name, revision)
+        path, task = split_task(name)
+        return cls(path, revision, task)
 
     def is_encoded(self) -> bool:
         """Checks whether its config.json says that the weights are compressed or merged."""
-        folder = Path(self.path)
-        if not is_local(self.path):
-            try:
-                with reaching(self.path, self.revision):
-                    folder = HUB.download(self.path, CONFIG, self.revision).parent
-            except BaseModelError:  # a server may take names of other kinds
-                return False
-        return folder.is_dir() and storage_settings(folder).get("quant_method") in ENCODINGS
+        try:
+            return Stored(self.path, self.revision).settings.get("quant_method") in ENCODINGS
+        except BaseModelError:  # a server may take names of other kinds
+            return False
 
     def open(self) -> TensorSource:
         """Returns the model's tensors, which are decoded when they are read."""
-        checkpoint = Checkpoint(self.path, self.revision)
-        if checkpoint.has_metadata(PARTS_OF):
-            merged = open_merge(checkpoint.paths[0].parent)
+        stored = Stored(self.path, self.revision)
+        if stored.checkpoint.kind is Kind.MERGE:
+            merged = open_merge(stored.checkpoint.paths[0].parent)
             return merged.source(self.task or merged.tasks[0])
         if self.task is not None:
-            raise CheckpointError(f"{checkpoint} is no merge, so it has no task {self.task!r}.")
-        return open_checkpoint(self.path, self.revision)
+            raise CheckpointError(f"{stored.checkpoint} is no merge, so it has no task {self.task!r}.")
+        return stored.tensors()
 
 
 def read_tensors(source: TensorSource, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -7,7 +7,7 @@ from .delta.torch_tensors import apply as apply
 from .delta.torch_tensors import decode as decode
 from .delta.torch_tensors import encode as encode
 from .hub import Hub as Hub
-from .open import open_checkpoint as open_checkpoint
 from .prefetch import at_most_cores as at_most_cores
 from .safetensors_file import RawTensor as RawTensor
 from .source import TensorSource as TensorSource
+from .stored import open_checkpoint as open_checkpoint

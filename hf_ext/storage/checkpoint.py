@@ -13,7 +13,7 @@ from hf_ext.storage.hub import HUB, Check, Hub, is_local, reaching, snapshot_of
 from hf_ext.storage.layout import save_of
 from hf_ext.storage.safetensors_file import Entry, RawTensor, SafetensorsFile
 from hf_ext.storage.source import TensorSource
-from hf_ext.storage.stored import open_weights, require_all
+from hf_ext.storage.weights import Kind, kind_of, open_weights, require_all
 
 
 def holds_weights(folder: str | os.PathLike, fingerprint: str) -> bool:
@@ -107,6 +107,7 @@ class Checkpoint(TensorSource):
         for file in self.files:
             file.read_sparsely()
 
-    def has_metadata(self, key: str) -> bool:
-        """Checks whether the header of any file has this metadata entry."""
-        return any(key in file.metadata for file in self.files)
+    @property
+    def kind(self) -> Kind:
+        """How the weights are stored, by the headers of their files."""
+        return kind_of(file.metadata for file in self.files)

@@ -1,4 +1,4 @@
-"""Opens checkpoints in whatever form they are stored, and the bases of compressed ones."""
+"""Opens the files of compressed checkpoints, and their bases."""
 
 from __future__ import annotations
 
@@ -8,99 +8,25 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
+from hf_ext.errors import BaseModelError, CheckpointError
 from hf_ext.storage.checkpoint import Checkpoint
-from hf_ext.storage.config_file import CONFIG, UNQUANTIZED, quantization_of, read_config, storage_settings
-from hf_ext.storage.delta.file import KEY, CompressedFile, check_shards
-from hf_ext.storage.delta.payload import is_payload
-from hf_ext.storage.delta.source import PARTS_OF, SEVERAL_MODELS, DeltaCheckpoint
-from hf_ext.storage.hub import HUB, Hub, absolute, absolute_path, snapshot_of, within
+from hf_ext.storage.config_file import storage_settings
+from hf_ext.storage.delta.file import CompressedFile, check_shards
+from hf_ext.storage.delta.source import DeltaCheckpoint
+from hf_ext.storage.hub import HUB, Hub, absolute_path, snapshot_of
 from hf_ext.storage.layout import shard_sets
 from hf_ext.storage.safetensors_file import SafetensorsFile
 from hf_ext.storage.source import NoBase, TensorSource
-from hf_ext.storage.stored import AGAIN, open_weights, require_all
+from hf_ext.storage.weights import Kind, kind_of, open_weights, require_all
 
 if TYPE_CHECKING:
     from huggingface_hub.utils import SafetensorsFileMetadata
 
-OF_TASK = "#"  # in a name: between a merge and one of its tasks
 MAX_CHAIN = 64  # limit of compressed checkpoints that are opened to read one
 MOVED = (
     'If the base has moved, set "base" under "quantization_config" in config.json to its folder or Hub id '
     "(on the command line: --base)."
 )
-
-
-def open_checkpoint(
-    name: str | os.PathLike,
-    revision: str | None = None,
-    hub: Hub = HUB,
-    base: str | os.PathLike | None = None,
-) -> Checkpoint | DeltaCheckpoint:
-    """Opens a checkpoint, plain or compressed. A repository on the Hub is downloaded, and so is the base of compressed weights.
-
-    Args:
-        name: a folder, or the id of a repository on the Hub.
-        revision: branch, tag or commit on the Hub.
-        hub: access settings, for the base of a compressed checkpoint too.
-        base: folder or Hub id of the base, if it is no longer where config.json says.
-
-    Raises:
-        BaseModelError: there are no weights of that name, or their base is missing or is another model.
-        CheckpointError: the files hold several models merged into one.
-        CorruptFileError: they are damaged.
-    """
-    checkpoint = Checkpoint(name, revision, hub)
-    if checkpoint.has_metadata(PARTS_OF):
-        raise CheckpointError(f"{checkpoint} {SEVERAL_MODELS}")
-    if not checkpoint.has_metadata(KEY):
-        if any(is_payload(checkpoint.read(name).data) for name in checkpoint.names() if checkpoint.entry(name).dtype == "U8"):
-            raise CorruptFileError(f"The header of {checkpoint} is damaged: the record of its payloads is missing. {AGAIN}")
-        return checkpoint
-    files = _open_shards(checkpoint.files)
-    return DeltaCheckpoint(files, open_base(files, None if base is None else absolute(base), None, hub, checkpoint), checkpoint)
-
-
-def open_counterpart(base: str | os.PathLike, place: str, revision: str | None = None) -> Checkpoint | DeltaCheckpoint:
-    """Opens a base, or the component `place` of a base that is a diffusers pipeline. Raises BaseModelError if it cannot, or if
-    the base is quantized."""
-    try:
-        source = open_checkpoint(within(base, place), revision)
-        _require_unquantized(source)
-        return source
-    except BaseModelError as error:
-        advice = f" It is the base of the component '{place}'. Without it, give the folders of other components, one by one."
-        raise BaseModelError(f"{error}{advice if place and os.path.isdir(base) else ''}") from error
-
-
-def open_plain(name: str | os.PathLike, revision: str | None = None) -> Checkpoint:
-    """Opens a base model, which must be uncompressed.
-
-    Raises:
-        BaseModelError: it cannot be read, is quantized or compressed itself, or holds several models merged into one.
-    """
-    checkpoint = Checkpoint(name, revision)
-    if checkpoint.has_metadata(PARTS_OF):
-        raise BaseModelError(f"The base {checkpoint} {SEVERAL_MODELS}")
-    if checkpoint.has_metadata(KEY):
-        raise BaseModelError(f"The base {checkpoint} is itself compressed; decompress it first and give the plain folder.")
-    _require_unquantized(checkpoint)
-    return checkpoint
-
-
-def config_of(source: TensorSource) -> dict:
-    """Returns the config.json beside the weights of a checkpoint, which is downloaded if necessary; empty if there is none."""
-    folder = source.folder() if isinstance(source, Checkpoint) else source.paths[0].parent
-    return read_config(folder / CONFIG) if folder else {}
-
-
-def _require_unquantized(base: TensorSource) -> None:
-    """Raises BaseModelError if the weights of a base are quantized."""
-    if method := quantization_of(config_of(base)):
-        raise BaseModelError(f"The base {base} is quantized ({method}). {UNQUANTIZED}")
-
-
-# ---- compressed files ----
 
 
 def open_delta(
@@ -116,7 +42,7 @@ def open_delta(
         BaseModelError: the base is missing, or is not the one that the files were written against.
         CorruptFileError: a file is damaged, missing, or from another save.
     """
-    files = _open_shards(paths)
+    files = open_shards(paths)
     for file in files:
         file.require_intact()
     source = open_base(files, base, revision, hub)
@@ -181,13 +107,13 @@ def open_base(
         weights = Checkpoint(name, revision, hub, partial(_require_fitting, files))
     except BaseModelError as error:
         raise BaseModelError(f"The base model {recorded} is needed to read this checkpoint, {this}. {error} {MOVED}") from error
-    if weights.has_metadata(PARTS_OF):
-        raise BaseModelError(f"The base {weights} of {this} {SEVERAL_MODELS}")
+    if weights.kind is Kind.MERGE:
+        raise BaseModelError(f"The base {weights} of {this} {Kind.MERGE.value}")
     source: TensorSource = weights
-    if weights.has_metadata(KEY):
+    if weights.kind is Kind.COMPRESSED:
         readers = [*readers, opened or folder]
         _require_no_cycle(readers, weights)
-        shards = _open_shards(weights.files)
+        shards = open_shards(weights.files)
         source = DeltaCheckpoint(shards, open_base(shards, hub=hub, opened=weights, readers=readers), weights)
     if source.fingerprint != recorded.fingerprint:
         raise BaseModelError(
@@ -219,7 +145,7 @@ def require_depth(base: TensorSource, more: int = 1) -> None:
         )
 
 
-def _open_shards(files: Iterable[Path | SafetensorsFile]) -> list[CompressedFile]:
+def open_shards(files: Iterable[Path | SafetensorsFile]) -> list[CompressedFile]:
     """Opens the compressed files of one save. Payloads are checked when they are read.
 
     Raises:
@@ -253,7 +179,7 @@ def _place(checkpoint: Checkpoint | Path) -> tuple[str, str | None]:
 def _require_fitting(needing: Sequence[CompressedFile], headers: Sequence[SafetensorsFileMetadata]) -> None:
     """Raises BaseModelError unless weights with these headers can be the base of the compressed files."""
     tensors = {name: tensor for header in headers for name, tensor in header.tensors.items()}
-    if any({KEY, PARTS_OF} & header.metadata.keys() for header in headers):
+    if kind_of(header.metadata for header in headers) is not Kind.PLAIN:
         return  # the base is compressed itself: small, and its own record has the fingerprint
     payloads = [(file, header) for file in needing for header in file.headers.values() if header.base_values]
     for file, payload in payloads:

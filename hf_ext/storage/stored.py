@@ -1,64 +1,178 @@
-"""Opens the weights of a model's folder: all of them, or none if a part is missing."""
+"""A stored model: what form it has (plain, compressed, merged, an adapter) is decided here, and the result handed on."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
-from hf_ext.errors import CheckpointError
-from hf_ext.storage.config_file import require_no_task
-from hf_ext.storage.layout import SHARD, all_weights, indices_in, no_weights, read_index, save_of, select_weights
+from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
+from hf_ext.storage.checkpoint import Checkpoint
+from hf_ext.storage.config_file import CONFIG, ENCODINGS, FM_DELTA, UNQUANTIZED, quantization_of, read_config
+from hf_ext.storage.delta.payload import is_payload
+from hf_ext.storage.delta.source import DeltaCheckpoint
+from hf_ext.storage.hub import HUB, Hub, absolute, is_local, reaching, within
+from hf_ext.storage.layout import all_weights
+from hf_ext.storage.open import open_base, open_shards
 from hf_ext.storage.safetensors_file import SafetensorsFile
+from hf_ext.storage.source import TensorSource
+from hf_ext.storage.weights import AGAIN, Kind, kind_of
 
-AGAIN = "Download or save the model again."
+OF_TASK = "#"  # in a name: between a merge and one of its tasks
 
 
-def open_weights(folder: Path, variants: bool = False) -> list[SafetensorsFile]:
-    """Opens the safetensors files that `from_pretrained` reads; with `variants`, every file of weights in a folder.
+@dataclass(frozen=True)
+class Stored:
+    """A model in a folder or in a repository on the Hub. Reads, or downloads, each of its parts once, when it is needed.
+
+    Attributes:
+        name: the folder, or the id of the repository.
+        revision: branch, tag or commit on the Hub.
+        hub: access settings, for the base of a compressed model too.
+    """
+
+    name: str
+    revision: str | None = None
+    hub: Hub = HUB
+
+    @cached_property
+    def folder(self) -> Path:
+        """The folder; for a repository, the snapshot of one commit in the Hub's cache. Raises BaseModelError if it cannot be
+        reached."""
+        if is_local(self.name):
+            return Path(self.name)
+        from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+        with reaching(self.name, self.revision), self.hub.requiring(self.name, self.revision, [CONFIG]):
+            try:
+                return self.hub.download(self.name, CONFIG, self.revision).parent
+            except LocalEntryNotFoundError:
+                raise
+            except EntryNotFoundError:
+                return self.checkpoint.paths[0].parent
+
+    def file(self, name: str) -> Path | None:
+        """Returns a file of the folder; None if there is none of this name."""
+        path = self.folder / name
+        if not path.exists() and not is_local(self.name):
+            from huggingface_hub.errors import EntryNotFoundError
+
+            with reaching(self.name, self.revision), suppress(EntryNotFoundError):
+                return self.hub.download(self.name, name, self.folder.name)
+        return path if path.exists() else None
+
+    @cached_property
+    def full_config(self) -> dict:
+        """The contents of config.json; empty if there is none. Raises CorruptFileError if it is damaged."""
+        return read_config(self.folder / CONFIG)
+
+    @property
+    def settings(self) -> dict:
+        """The `quantization_config` of config.json, which says how the weights are stored; empty if there is none."""
+        settings = self.full_config.get("quantization_config")
+        return settings if isinstance(settings, dict) else {}
+
+    @property
+    def config(self) -> dict:
+        """config.json without the entry that says how the weights of this package's checkpoints are stored."""
+        entry = "quantization_config"
+        return {key: value for key, value in self.full_config.items() if key != entry or quantization_of({entry: value})}
+
+    @cached_property
+    def kind(self) -> Kind:
+        """How the weights are stored, by config.json, else by their headers."""
+        if (method := self.settings.get("quant_method")) in ENCODINGS:
+            return Kind.COMPRESSED if method == FM_DELTA else Kind.MERGE
+        return kind_of(SafetensorsFile(file).metadata for file in all_weights(self.folder))
+
+    def require_unquantized(self) -> None:
+        """Raises CheckpointError if the weights are quantized."""
+        if method := quantization_of(self.full_config):
+            raise CheckpointError(f"{self.name} is quantized ({method}). {UNQUANTIZED}")
+
+    @cached_property
+    def checkpoint(self) -> Checkpoint:
+        """The weights as they are in the files. Raises BaseModelError if there are none, or if some are damaged or missing."""
+        return Checkpoint(self.name, self.revision, self.hub)
+
+    def tensors(self, base: str | os.PathLike | None = None) -> Checkpoint | DeltaCheckpoint:
+        """Returns the weights of the model, decoded when they are read.
+
+        Args:
+            base: folder or Hub id of the base, if it is no longer where config.json says.
+
+        Raises:
+            BaseModelError: there are no weights of that name, or their base is missing or is another model.
+            CheckpointError: the files hold several models merged into one.
+            CorruptFileError: they are damaged.
+        """
+        weights = self.checkpoint
+        if weights.kind is Kind.MERGE:
+            raise CheckpointError(f"{weights} {Kind.MERGE.value}")
+        if weights.kind is Kind.COMPRESSED:
+            files = open_shards(weights.files)
+            return DeltaCheckpoint(files, open_base(files, base and absolute(base), None, self.hub, weights), weights)
+        bytes_only = [name for name in weights.names() if weights.entry(name).dtype == "U8"]
+        if any(is_payload(weights.read(name).data) for name in bytes_only):
+            raise CorruptFileError(f"The header of {weights} is damaged: the record of its payloads is missing. {AGAIN}")
+        return weights
+
+
+def split_task(name: str) -> tuple[str, str | None]:
+    """Splits the name MERGE#TASK into the merge and its task. The task is None for other names."""
+    merge, of_task, task = name.partition(OF_TASK)
+    return (merge, task) if of_task and not os.path.exists(name) else (name, None)
+
+
+def open_checkpoint(
+    name: str | os.PathLike,
+    revision: str | None = None,
+    hub: Hub = HUB,
+    base: str | os.PathLike | None = None,
+) -> Checkpoint | DeltaCheckpoint:
+    """Opens the weights of a model, plain or compressed. A repository on the Hub is downloaded, and so is the base of
+    compressed weights. See `Stored` and `Stored.tensors`."""
+    return Stored(os.fspath(name), revision, hub).tensors(base)
+
+
+def open_counterpart(base: str | os.PathLike, place: str, revision: str | None = None) -> Checkpoint | DeltaCheckpoint:
+    """Opens a base, plain or compressed, or the component `place` of a base that is a diffusers pipeline. Raises BaseModelError
+    if it cannot, or if the base is quantized."""
+    try:
+        stored = Stored(within(base, place), revision)
+        source = stored.tensors()
+        _require_unquantized(stored)
+        return source
+    except BaseModelError as error:
+        advice = f" It is the base of the component '{place}'. Without it, give the folders of other components, one by one."
+        raise BaseModelError(f"{error}{advice if place and os.path.isdir(base) else ''}") from error
+
+
+def open_plain(name: str | os.PathLike, revision: str | None = None) -> Checkpoint:
+    """Opens a base model, which must be uncompressed.
 
     Raises:
-        CheckpointError: there are no weights, or some of them are missing.
-        CorruptFileError: a file is damaged.
+        BaseModelError: it cannot be read, is quantized or compressed itself, or holds several models merged into one.
     """
-    require_no_task(folder)
-    files = [SafetensorsFile(path) for path in (all_weights(folder) if variants else select_weights(folder))]
-    if not files:
-        raise no_weights(folder)
-    require_all(files)
-    return files
+    stored = Stored(os.fspath(name), revision)
+    if stored.checkpoint.kind is not Kind.PLAIN:
+        advice = " Decompress it first and give the plain folder." if stored.checkpoint.kind is Kind.COMPRESSED else ""
+        raise BaseModelError(f"The base {stored.checkpoint} {stored.checkpoint.kind.value}{advice}")
+    _require_unquantized(stored)
+    return stored.checkpoint
 
 
-def require_all(files: Sequence[SafetensorsFile]) -> None:
-    """Checks that the weights of one folder are complete: no shard or tensor that an index lists is missing, and, without an
-    index, none of the shards that their names count.
+def config_of(source: TensorSource) -> dict:
+    """Returns the config.json beside the weights of a checkpoint, which is downloaded if necessary; empty if there is none."""
+    folder = source.folder() if isinstance(source, Checkpoint) else source.paths[0].parent
+    return read_config(folder / CONFIG) if folder else {}
 
-    Raises:
-        CheckpointError: something is missing, or nothing says which of two sets of shards is the model.
-    """
-    folder, opened = files[0].path.parent, {file.path.name: file for file in files}
-    whole = {save_of(file.path) for file in files if not SHARD.search(file.path.name)}  # single files, which are read first
-    for index in indices_in(folder):
-        listed = read_index(index)
-        if save_of(index) in whole or opened.keys().isdisjoint(listed.values()):
-            continue
-        whole.add(save_of(index))
-        lacking = sorted({*listed.values()} - opened.keys())
-        if not lacking:
-            held = {name for shard in {*listed.values()} for name in opened[shard].entries}
-            lacking = sorted(listed.keys() - held)
-        if lacking:
-            raise CheckpointError(f"{folder} is incomplete: '{lacking[0]}', which {index.name} lists, is missing. {AGAIN}")
-    shards: dict[str, dict[str, set[str]]] = {}
-    for name in opened:
-        if (shard := SHARD.search(name)) and save_of(Path(name)) not in whole:
-            shards.setdefault(save_of(Path(name)), {}).setdefault(shard["count"], set()).add(shard["number"])
-    for save, counts in shards.items():
-        count, numbers = counts.popitem()
-        if counts:
-            raise CheckpointError(
-                f"{folder} holds two sets of shards of '{save}', of {int(count)} files and of {int(counts.popitem()[0])}, and "
-                "no index lists those of the model. Move the others away."
-            )
-        lacking = sorted({f"{number + 1:05}" for number in range(int(count))} - numbers)
-        if lacking:
-            raise CheckpointError(f"{folder} is incomplete: shard {lacking[0]} of {count} of '{save}' is missing. {AGAIN}")
+
+def _require_unquantized(base: Stored) -> None:
+    """Raises BaseModelError if the weights of a base are quantized."""
+    try:
+        base.require_unquantized()
+    except CheckpointError as error:
+        raise BaseModelError(f"The base cannot be used: {error}") from error

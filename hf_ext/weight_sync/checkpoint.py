@@ -13,11 +13,10 @@ import torch
 
 from hf_ext.errors import CheckpointError
 from hf_ext.storage.config_file import ENCODINGS, storage_settings
-from hf_ext.storage.delta.file import KEY
 from hf_ext.storage.files import locked, write_json
 from hf_ext.storage.layout import select_weights
 from hf_ext.storage.safetensors_file import RawTensor, SafetensorsFile
-from hf_ext.storage.stored import open_weights
+from hf_ext.storage.weights import KEY, open_weights
 from hf_ext.weight_sync.places import Place
 from hf_ext.weight_sync.subscriber import Subscriber
 

@@ -534,7 +534,7 @@ def test_quantized_and_merged_folders_are_refused_as_inputs(tmp_path, folders):
     with pytest.raises(CheckpointError, match="quantized"):
         fm_delta.compress_checkpoint(tmp_path / "merged", base, tmp_path / "small")
     fm_delta.compress_checkpoint(tasks["cr"], base, tmp_path / "small")
-    with pytest.raises(BaseModelError, match="itself compressed"):
+    with pytest.raises(BaseModelError, match="compressed already"):
         emr.merge(tmp_path / "small", tasks, tmp_path / "twice")
     with pytest.raises(BaseModelError, match="hf-ext extract"):
         emr.merge(tmp_path / "merged", tasks, tmp_path / "twice")

@@ -127,7 +127,7 @@ def test_an_unreadable_candidate_is_a_row_and_stops_nothing(folder):
         folder / "tuned", [folder / "none", folder / "small", folder / "stranger0", folder / "base", "no/such-model"]
     )
     assert verdicts(report) == dict.fromkeys(("none", "small", "stranger0", "such-model"), "unreadable") | {"base": "sure"}
-    assert "no folder" in str(report) and "itself compressed" in str(report)
+    assert "no folder" in str(report) and "compressed already" in str(report)
 
 
 def test_a_source_without_plain_weights_is_an_error(folder):

@@ -15,7 +15,7 @@ from transformers import AutoModelForSequenceClassification
 
 import hf_ext.storage.open
 from hf_ext import BaseModelError, CheckpointError, CorruptFileError, fm_delta
-from hf_ext.storage.open import open_checkpoint
+from hf_ext.storage.stored import open_checkpoint
 
 load = AutoModelForSequenceClassification.from_pretrained
 

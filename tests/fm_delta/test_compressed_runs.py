@@ -29,10 +29,10 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from hf_ext import BaseModelError, CheckpointError, fm_delta
 from hf_ext.fm_delta import CompressCheckpoints
-from hf_ext.storage.delta.file import KEY
 from hf_ext.storage.files import locked
 from hf_ext.storage.layout import all_weights
 from hf_ext.storage.safetensors_file import SafetensorsFile
+from hf_ext.storage.weights import KEY
 
 load = AutoModelForSequenceClassification.from_pretrained
 

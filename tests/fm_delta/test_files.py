@@ -26,10 +26,10 @@ from hf_ext.storage import at_most_cores, prefetch
 from hf_ext.storage.checkpoint import Checkpoint
 from hf_ext.storage.config_file import HINT
 from hf_ext.storage.delta import writer
-from hf_ext.storage.delta.file import KEY, MAX_USES, SEAL, CompressedFile, check_shards
+from hf_ext.storage.delta.file import MAX_USES, SEAL, CompressedFile, check_shards
 from hf_ext.storage.delta.payload import read_header
-from hf_ext.storage.delta.source import PARTS_OF
 from hf_ext.storage.safetensors_file import RawTensor, SafetensorsFile, safetensors_dtype
+from hf_ext.storage.weights import KEY, PARTS_OF
 
 
 def round_trip(tmp_path, src, base):

@@ -214,7 +214,7 @@ def test_a_folder_with_several_models_is_refused(tmp_path):
 def test_without_a_connection_a_name_fails_at_once_and_both_readings_are_told(tmp_path):
     code = """
 from hf_ext.storage.hub import downloaded
-from hf_ext.storage.open import open_checkpoint
+from hf_ext.storage.stored import open_checkpoint
 for name in ("my-bert", "me/my-bert"):
     for read in (downloaded, open_checkpoint):
         try:

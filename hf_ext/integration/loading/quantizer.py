@@ -27,10 +27,10 @@ from hf_ext.errors import CheckpointError, CorruptFileError
 from hf_ext.integration import compat, versions
 from hf_ext.integration.loading import ranks, rehearsal
 from hf_ext.storage.decoded import FOLDER, decoded_folder, place_for
-from hf_ext.storage.delta.file import KEY
 from hf_ext.storage.plain_writer import write_files
 from hf_ext.storage.safetensors_file import ComputedFile, SafetensorsFile
 from hf_ext.storage.source import TensorSource
+from hf_ext.storage.weights import KEY
 
 if TYPE_CHECKING:
     from hf_ext.integration.loading.decoding import Decoding

@@ -11,8 +11,8 @@ from typing import Any
 from hf_ext.errors import CheckpointError
 from hf_ext.serving.stored_models import StoredModel
 from hf_ext.storage.names import layer_of
-from hf_ext.storage.open import OF_TASK
 from hf_ext.storage.source import TensorSource
+from hf_ext.storage.stored import OF_TASK
 
 
 def read_models(models: object) -> dict[str, StoredModel]:

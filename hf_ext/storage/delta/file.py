@@ -22,8 +22,8 @@ from hf_ext.storage.config_file import HINT
 from hf_ext.storage.delta.payload import STORED, VERSION, Header, payload_shape, read_header, require_intact, unchecked_header
 from hf_ext.storage.safetensors_file import MAX_HEADER, Entry, SafetensorsFile, TensorFile, parse_header, write_header
 from hf_ext.storage.sealed import Seal
+from hf_ext.storage.weights import KEY
 
-KEY = "fm_delta"  # of the metadata
 SEAL = Seal(
     KEY,
     VERSION,

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
+from hf_ext.errors import BaseModelError, CorruptFileError
 from hf_ext.storage.checkpoint import Checkpoint
 from hf_ext.storage.delta.codec import decode_raw, decode_rows
 from hf_ext.storage.delta.file import CompressedFile
@@ -19,10 +18,6 @@ from hf_ext.storage.source import TensorSource, rows_of
 
 if TYPE_CHECKING:
     import torch
-
-#: Metadata entry of files that hold parts of several models; its value is the method that puts the models together.
-PARTS_OF = "parts_of"
-SEVERAL_MODELS = "holds several models merged into one; `hf-ext extract` writes one of them."
 
 
 class DeltaCheckpoint(TensorSource):
@@ -97,12 +92,6 @@ class RestoredFile:
 def original_size(file: CompressedFile) -> int:
     """Returns the size in bytes of a compressed file's original."""
     return 8 + len(file.original_header) + sum(entry.nbytes for entry in file.original.values())
-
-
-def require_one_model(files: Sequence[CompressedFile], src: Path) -> None:
-    """Raises CheckpointError if the files hold parts of several models."""
-    if any(PARTS_OF in file.original_metadata for file in files):
-        raise CheckpointError(f"{src} {SEVERAL_MODELS}")
 
 
 def decode_tensor(

@@ -9,7 +9,7 @@ from tiny_models import bert
 from hf_ext import emr, fm_delta
 from hf_ext.errors import HfExtError
 from hf_ext.storage.config_file import quantization_of
-from hf_ext.storage.stored import open_weights
+from hf_ext.storage.weights import open_weights
 
 
 def taken(src, other, out):
