@@ -90,11 +90,10 @@ def compress(
         base, revision, finding = report.require().name, report.require().revision, f"{report.summary()}\n"
     elif base:
         require_related(src, base, revision)
-    fm_delta.compress_checkpoint(src, base, out, revision, verify, level, base_id, overwrite=force)
-    written = fm_delta.inspect(out)
+    written = fm_delta.compress_checkpoint(src, base, out, revision, verify, level, base_id, overwrite=force)
     verified = f"\nAll {len(written.tensors)} tensors decode to those of {src}." if verify else ""
     text = f"{finding}{written.summary()}{verified}{missing_config(out)}"
-    return Result(text, written.to_dict() | {"tensors": len(written.tensors)})  # `inspect` lists them
+    return Result(text, written.to_dict() | {"tensors": len(written.tensors)})  # `hf-ext inspect` lists them
 
 
 @section.command(

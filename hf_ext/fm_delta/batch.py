@@ -26,7 +26,6 @@ from hf_ext.display import megabytes, percent, table
 from hf_ext.errors import CheckpointError, CorruptFileError, HfExtError
 from hf_ext.fm_delta.base_search import find_base, main_model, open_first, require_related
 from hf_ext.fm_delta.compress import compress_checkpoint
-from hf_ext.fm_delta.reports import inspect
 from hf_ext.fm_delta.sizes import Sizes
 from hf_ext.storage.config_file import CONFIG
 from hf_ext.storage.delta import DEFAULT_LEVEL
@@ -266,8 +265,8 @@ def compress_model(
             base, revision = absolute(match.name), match.revision
         else:
             require_related(source, base, revision)
-        compress_checkpoint(source, base, out, revision, verify, level, overwrite=overwrite)
-    sizes, seconds = inspect(out), round(time.perf_counter() - start, 3)
+        sizes = compress_checkpoint(source, base, out, revision, verify, level, overwrite=overwrite)
+    seconds = round(time.perf_counter() - start, 3)
     result = ModelResult(source.name, str(source), base, revision, seconds, verify)
     if not any((source / name).exists() for name in (CONFIG, PIPELINE)):
         result = replace(result, note=f"{source} has no {CONFIG}, so from_pretrained cannot load it.")

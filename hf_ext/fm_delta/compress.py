@@ -7,10 +7,12 @@ from functools import partial
 from pathlib import Path
 
 from hf_ext.fm_delta.folder import ADDED_CARD, ModelFolder, card_record, is_compressed
+from hf_ext.fm_delta.reports import CheckpointReport, report_of
 from hf_ext.fm_delta.restore import decode_all
 from hf_ext.integration.cards import CARD, class_of, has_card, write_card
 from hf_ext.storage.config_file import CONFIG, read_config, storage_settings
 from hf_ext.storage.delta import DEFAULT_LEVEL
+from hf_ext.storage.delta.file import CompressedFile
 from hf_ext.storage.delta.source import RestoredFile
 from hf_ext.storage.delta.writer import Sets, write_model
 from hf_ext.storage.files import copy_entries, require_another_folder, staged_folder
@@ -31,7 +33,7 @@ def compress_checkpoint(
     level: int = DEFAULT_LEVEL,
     base_id: str | None = None,
     overwrite: bool = False,
-) -> None:
+) -> CheckpointReport:
     """Writes a model's folder with its weights as lossless differences from a base model (FM-Delta, NeurIPS 2024).
 
     All files that hold no weights are copied. config.json gets a `quantization_config` entry, by which `from_pretrained` finds
@@ -50,6 +52,9 @@ def compress_checkpoint(
             reads a little faster.
         base_id: Hub id to record for the base if `base` is a local copy of it, so that others can load the result.
         overwrite: replace files of a folder that holds something else than a compressed model.
+
+    Returns:
+        The report of the compressed weights, as `inspect` gives it.
 
     Raises:
         CheckpointError: `src` has no safetensors weights, or is already quantized or compressed; `out` is `src` or the base,
@@ -71,15 +76,19 @@ def compress_checkpoint(
         copy_entries(folder.path, folder.others(out), stage)
         if not overwrite:
             require_new([Path(CARD)], stage, out)  # users edit it in an earlier result, too
+        written: list[tuple[str, CompressedFile]] = []
         for model, source in zip(folder.models, sources):
             name, place = base_id and within(base_id, model.place), stage / model.place
             if model.place:
                 write_model(model.sets, source, place, name, level, revision=revision)
             else:
                 write_with_card(model.sets, source, place, name, level, target=out, revision=revision)
+            files = open_files(place)
             if verify:
-                decode_all([RestoredFile(file, source) for file in open_files(place)])
+                decode_all([RestoredFile(file, source) for file in files])
+            written += [(model.place, file) for file in files]
         folder.copy_modes(stage)
+        return report_of(written)
 
 
 def write_with_card(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from hf_ext.display import COLORS, PALE, label, legend, megabytes, new_figure, percent, save_figure, table
@@ -129,7 +129,11 @@ def inspect(src: str | os.PathLike) -> CheckpointReport:
         CorruptFileError: a file is not compressed, damaged or from a newer version.
     """
     folder = local_copy(src)
-    opened = [(place, file) for place in compressed_in(folder) for file in open_files(folder / place)]
+    return report_of([(place, file) for place in compressed_in(folder) for file in open_files(folder / place)])
+
+
+def report_of(opened: Sequence[tuple[str, CompressedFile]]) -> CheckpointReport:
+    """Returns the report of compressed files, each with the component of a pipeline that it belongs to, or ''."""
     tensors = [
         TensorReport(
             f"{place}/{name}" if place else name,
