@@ -420,6 +420,5 @@ def test_one_tensor_of_the_base_predicts_few_others(tmp_path, monkeypatch):
     file = CompressedFile(round_trip(tmp_path, src, base) / "model.safetensors")
     assert sum(header.base_values > 0 for header in file.headers.values()) == MAX_USES
     monkeypatch.setattr(writer, "MAX_USES", MAX_USES + 1)
-    fm_delta.compress_checkpoint(src, base, tmp_path / "other")
     with pytest.raises(CorruptFileError, match=f"one tensor of the base predicts {MAX_USES + 1} others"):
-        fm_delta.verify(tmp_path / "other")
+        fm_delta.compress_checkpoint(src, base, tmp_path / "other")  # which opens what it has written
