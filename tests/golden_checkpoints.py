@@ -24,7 +24,7 @@ from hf_ext.emr import modulators
 from hf_ext.storage.delta import payload
 from hf_ext.storage.delta.writer import write_delta
 from hf_ext.storage.safetensors_file import RawTensor, SafetensorsFile
-from hf_ext.storage.stored import open_plain
+from hf_ext.storage.stored import Stored, plain_base
 
 TESTS = Path(__file__).parent
 DELTAS, MERGES = TESTS / "storage" / "golden", TESTS / "emr" / "golden"
@@ -147,7 +147,7 @@ def sha256(path: Path) -> str:
 
 def write_delta_files(out: Path, scratch: Path) -> None:
     before, after = tensors(payload.VERSION)
-    base = open_plain(write_folder(scratch / "base", before))
+    base = plain_base(Stored(str(write_folder(scratch / "base", before))))
     base.name = "base"  # the recorded name has no path of this machine
     original = write_folder(scratch / "tuned", after) / "model.safetensors"
     out.mkdir(parents=True)

@@ -30,7 +30,7 @@ from hf_ext.storage.layout import OURS
 from hf_ext.storage.plain_writer import write_files
 from hf_ext.storage.prefetch import Prefetcher, progress
 from hf_ext.storage.source import TensorSource
-from hf_ext.storage.stored import config_of, open_plain
+from hf_ext.storage.stored import Stored, config_of, plain_base
 
 logger = get_logger(__name__)
 
@@ -90,7 +90,7 @@ def merge(
     require_another_folder(Path(out), [base])
     budget = budget_of(method, keep, bits, size)
     options = rescale, max_shard_size, overwrite, accept_conflicts, budget
-    return _write(lambda: open_plain(base, revision), tasks, Path(out), *options)
+    return _write(lambda: plain_base(Stored(os.fspath(base), revision)), tasks, Path(out), *options)
 
 
 def add_task(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from huggingface_hub import CacheNotFound, scan_cache_dir
@@ -14,11 +14,11 @@ from hf_ext.display import table
 from hf_ext.errors import BaseModelError, CheckpointError, HfExtError
 from hf_ext.integration.cards import CARD, metadata_of
 from hf_ext.storage.checkpoint import Checkpoint
-from hf_ext.storage.config_file import CONFIG, read_config, require_unquantized
+from hf_ext.storage.config_file import CONFIG, read_config
 from hf_ext.storage.hub import downloaded, within
 from hf_ext.storage.layout import PIPELINE, models_in, select_weights
 from hf_ext.storage.likeness import LIKELY_SHARE, Likeness, likeness, unrelated
-from hf_ext.storage.stored import open_checkpoint, open_counterpart, open_plain
+from hf_ext.storage.stored import Stored, open_counterpart, plain_base
 
 SURE_AGREEMENT, SURE_SHARE = 0.6, 0.8  # see likeness.py
 NEAR = 1.01  # bits per parameter, as a multiple of the best candidate's, that do not tell which of two is the base
@@ -140,11 +140,13 @@ def find_base(src: str | os.PathLike, candidates: Iterable[str | os.PathLike] | 
     is_component = "_class_name" in read_config(src / CONFIG) or (src.absolute().parent / PIPELINE).exists()
     components = [place] if place else ["", src.absolute().name] if is_component else [""]
     try:
-        source = open_plain(src / place)
+        stored = Stored(within(src, place))
+        source = plain_base(stored, stored.quantization)
     except BaseModelError as error:
         raise CheckpointError(f"The base of {src} cannot be searched for: {error}") from error
     source.read_sparsely()
-    examined = [_examine(source, components, name, None, name, f"named in {where}") for name, where in _declared(src)]
+    examine = partial(_examine, source, stored.quantization, components)
+    examined = [examine(name, None, name, f"named in {where}") for name, where in _declared(src)]
     if all(candidate.verdict != "sure" for candidate in examined):
         places = (
             _cached(components)
@@ -153,7 +155,7 @@ def find_base(src: str | os.PathLike, candidates: Iterable[str | os.PathLike] | 
         )
         compared = {(candidate.name, candidate.revision) for candidate in examined}
         examined += [
-            _examine(source, components, *candidate)
+            examine(*candidate)
             for candidate in dict.fromkeys(places)
             if not _is_same(src, candidate[2]) and candidate[:2] not in compared
         ]
@@ -178,11 +180,10 @@ def _is_tied(other: Candidate, best: Candidate) -> bool:
 
 
 def require_related(src: str | os.PathLike, base: str | os.PathLike, revision: str | None = None) -> None:
-    """Raises BaseModelError if a model cannot be the base of `src`: the result would hardly be smaller. Raises CheckpointError
-    if `src` is quantized."""
+    """Raises BaseModelError if a model cannot be the base of `src`: the result would hardly be smaller."""
     for place in models_in(Path(src)):
-        require_unquantized(Path(src, place))
-        if reason := unrelated(open_checkpoint(within(src, place)), open_counterpart(base, place, revision)):
+        stored = Stored(within(src, place))
+        if reason := unrelated(stored.tensors(), open_counterpart(base, place, revision, stored.quantization)):
             raise BaseModelError(
                 f"{reason} `hf-ext find-base {src}` looks for the base; --no-base compresses without one. In Python, "
                 "fm_delta.compress_checkpoint accepts every base."
@@ -237,16 +238,24 @@ def _is_same(src: Path, place: str) -> bool:
 
 
 def _examine(
-    source: Checkpoint, components: list[str], name: str, revision: str | None, place: str, note: str = ""
+    source: Checkpoint,
+    quantization: str | None,
+    components: list[str],
+    name: str,
+    revision: str | None,
+    place: str,
+    note: str = "",
 ) -> Candidate:
     """Compares a candidate with `source`.
 
     Args:
+        quantization: that of `source`, which the candidate must have.
         components: where in the candidate's folder to look for the weights, in this order.
         place: the folder of a model in the cache, or else the name.
     """
     try:
-        other, component = open_first(place, components)
+        stored, component = open_first(place, components)
+        other = plain_base(stored, quantization)
         other.read_sparsely()
         measured = likeness(source, other, LIKELY_SHARE)
         configs = [read_config(checkpoint.paths[0].parent / CONFIG) for checkpoint in (source, other)]
@@ -260,12 +269,17 @@ def _examine(
     return Candidate(name, revision or other.revision, verdict, why, measured.bits, measured.agreement, measured.shared)
 
 
-def open_first(place: str, components: list[str], revision: str | None = None) -> tuple[Checkpoint, str]:
+def open_first(place: str, components: list[str], revision: str | None = None) -> tuple[Stored, str]:
     """Opens the first of these components of a folder or repository that has weights."""
-    for component in components[:-1]:
-        with contextlib.suppress(BaseModelError):
-            return open_plain(within(place, component), revision), component
-    return open_plain(within(place, components[-1]), revision), components[-1]
+    for component in components:
+        stored = Stored(within(place, component), revision)
+        try:
+            _ = stored.checkpoint
+            break
+        except BaseModelError:
+            if component == components[-1]:
+                raise
+    return stored, component
 
 
 def _judge(measured: Likeness, kind: str | None, other: str | None) -> tuple[str, str]:

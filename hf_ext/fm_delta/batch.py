@@ -144,7 +144,7 @@ def compress_all(
         for path in (path for path, reason in folders.items() if reason is None):
             with contextlib.suppress(HfExtError):
                 places.append(main_model(path))
-        common = absolute(base), open_first(absolute(base), list(dict.fromkeys(places)), revision)[0].revision
+        common = absolute(base), open_first(absolute(base), list(dict.fromkeys(places)), revision)[0].checkpoint.revision
     pool, threads = (executor, 1) if executor else (ThreadPoolExecutor(workers), max(cores() // workers, 1))
     processes = SimpleQueue[ProcessPoolExecutor]()
     for _ in range(workers):

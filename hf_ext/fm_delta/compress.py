@@ -21,7 +21,7 @@ from hf_ext.storage.hub import downloaded, within
 from hf_ext.storage.layout import models_in
 from hf_ext.storage.open import open_files, require_depth
 from hf_ext.storage.source import NoBase, TensorSource
-from hf_ext.storage.stored import open_counterpart
+from hf_ext.storage.stored import Stored, open_counterpart
 
 
 def compress_checkpoint(
@@ -57,9 +57,9 @@ def compress_checkpoint(
         The report of the compressed weights, as `inspect` gives it.
 
     Raises:
-        CheckpointError: `src` has no safetensors weights, or is already quantized or compressed; `out` is `src` or the base,
+        CheckpointError: `src` has no safetensors weights, or is already compressed; `out` is `src` or the base,
             or holds other files.
-        BaseModelError: the base cannot be read.
+        BaseModelError: the base cannot be read, or is not quantized as `src` is.
         CorruptFileError: a decoded tensor differs from the source; `out` is unchanged.
         ValueError: `revision` or `base_id` is given without a base.
     """
@@ -69,7 +69,7 @@ def compress_checkpoint(
     require_another_folder(out, [src, base])
     with staged_folder(out, overwrite=overwrite or partial(is_result, out)) as stage:
         folder = ModelFolder.open_plain(downloaded(src))
-        sources = [NoBase() if base is None else open_counterpart(base, model.place, revision) for model in folder.models]
+        sources = [NoBase() if base is None else base_for(folder.path, model.place, base, revision) for model in folder.models]
         for source in sources:
             require_depth(source)
             require_another_folder(out, source.paths)
@@ -116,6 +116,11 @@ def write_with_card(
         bases = [] if alone else [settings["base"]]
         library = "diffusers" if "_class_name" in read_config(out / CONFIG) else "transformers"
         write_card(out, "fm_delta", bases, "finetune", target=target, tags=["fm-delta"], library=library, **figures)
+
+
+def base_for(folder: Path, place: str, base: str | os.PathLike, revision: str | None) -> TensorSource:
+    """Opens the base of a model in a folder, which must be quantized as the model is. See `open_counterpart`."""
+    return open_counterpart(base, place, revision, Stored(within(folder, place)).quantization)
 
 
 def is_result(folder: Path) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hf_ext.errors import CheckpointError
-from hf_ext.storage.config_file import CONFIG, FM_DELTA, read_config, remove_settings, require_unquantized, storage_settings
+from hf_ext.storage.config_file import CONFIG, FM_DELTA, read_config, remove_settings, storage_settings
 from hf_ext.storage.delta.source import RestoredFile
 from hf_ext.storage.files import copy_entries, rewrite, scan
 from hf_ext.storage.hub import absolute, within
@@ -59,7 +59,7 @@ class ModelFolder:
         """Opens a folder with plain weights.
 
         Raises:
-            CheckpointError: there are none, or they are quantized or compressed.
+            CheckpointError: there are none, or they are compressed.
         """
         if not path.is_dir():
             raise CheckpointError(f"{path} is not a folder; give the folder of a saved model.")
@@ -138,7 +138,6 @@ def card_record(folder: Path) -> dict[str, str]:
 
 def _plain_files(path: Path) -> list[SafetensorsFile]:
     """Opens the plain weights of one model. See `ModelFolder.open_plain`."""
-    require_unquantized(path)
     files = open_weights(path, variants=True)
     if (kind := kind_of(file.metadata for file in files)) is not Kind.PLAIN:
         raise CheckpointError(f"{path} {kind.value}{' Decompress it first.' * (kind is Kind.COMPRESSED)}")

@@ -53,16 +53,26 @@ def is_merge(folder: str | os.PathLike) -> bool:
     return storage_settings(Path(folder)).get("quant_method") == EMR
 
 
+def original_config(config: dict) -> dict:
+    """Returns the contents of a config.json as they were before this package stored the weights."""
+    settings = config.get("quantization_config")
+    if not isinstance(settings, dict) or settings.get("quant_method") not in ENCODINGS:
+        return config
+    config = {key: value for key, value in config.items() if key != "quantization_config"}
+    return config | ({"quantization_config": settings.get("quantization")} if "cut" in settings else {})
+
+
 def quantization_of(config: dict) -> str | None:
-    """Returns the method that the weights of a config.json are quantized by; None if they are not. Its entry may lie in a
-    sub-configuration, such as `text_config`. Those of this package do not count."""
-    parts: list[object] = [config]
+    """Returns the method that the weights of a config.json are quantized by, and its format; None if they are not quantized.
+    The entry may lie in a sub-configuration, such as `text_config`."""
+    parts: list[object] = [original_config(config)]
     for part in parts:  # which grows
         if isinstance(part, dict):
             for entry in filter(None, map(part.get, ("quantization_config", "compression_config"))):
                 method = entry.get("quant_method") if isinstance(entry, dict) else entry
                 if method not in ENCODINGS:
-                    return str(method or "unknown method")
+                    form = entry.get("format") if isinstance(entry, dict) else None
+                    return f"{method or 'unknown method'}{f', {form}' if form else ''}"
         parts += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
     return None
 
@@ -85,31 +95,82 @@ def require_unquantized(folder: Path) -> None:
 
 def forget_encoding(config: object) -> None:
     """Removes the `quantization_config` of a compressed checkpoint or a merge from a model's configuration, because the weights
-    in memory are plain ones."""
+    in memory are the original ones. Puts back that of quantized weights."""
     settings = getattr(config, "quantization_config", None)
     if isinstance(settings, dict) and settings.get("quant_method") in ENCODINGS:
         del config.quantization_config  # type: ignore[attr-defined]
+        if "cut" in settings:
+            config.quantization_config = settings["quantization"]  # type: ignore[attr-defined]
 
 
 def add_settings(text: str, settings: dict) -> str:
-    """Returns the text of a config.json with `settings` as its `quantization_config`, otherwise unchanged.
-
-    The entry comes last: where the text has an empty one, JSON parsers take the later of the two.
-    """
+    """Returns the text of a config.json with `settings` as its `quantization_config`, which comes last. An entry of this name
+    is cut out. `settings` then holds its contents as `quantization`, and its text, by which `remove_settings` puts it back."""
+    config, cut = json.loads(text), []
+    if theirs := _quantizer_settings(config):
+        settings = settings | {"quantization": theirs}
+    while place := _member(text, "quantization_config"):
+        begin, end = place
+        cut.append([begin, text[begin:end]])
+        text = text[:begin] + text[end:]
     before, brace, after = text.rpartition("}")
     content = before.rstrip()
     comma = "" if content.endswith("{") else ","
-    entry = SETTINGS + json.dumps(settings, indent=2).replace("\n", "\n  ")
+    entry = SETTINGS + json.dumps(settings | ({"cut": cut} if cut else {}), indent=2).replace("\n", "\n  ")
     return content + comma + entry + before[len(content) :] + brace + after
 
 
 def remove_settings(text: str) -> str:
     """Undoes `add_settings`. If another program has rewritten the file since, its contents are right, but its bytes may
-    differ."""
+    differ.
+
+    Raises:
+        CorruptFileError: the entry is damaged.
+    """
+    config = json.loads(text)
+    original = original_config(config)
     before, entry, rest = text.rpartition(SETTINGS)
     if entry:
         settings, end = json.JSONDecoder().raw_decode(rest)
         if isinstance(settings, dict) and rest[end:].strip() == "}":
-            return before.removesuffix(",") + rest[end:]
-    config = json.loads(text)
-    return text if config.pop("quantization_config", None) is None else json.dumps(config, indent=2) + "\n"
+            restored = before.removesuffix(",") + rest[end:]
+            try:
+                for begin, member in reversed(settings.get("cut", [])):
+                    restored = restored[:begin] + member + restored[begin:]
+                if json.loads(restored) == original:
+                    return restored
+            except (ValueError, TypeError) as error:
+                raise CorruptFileError(f"config.json is damaged: {error}. Download or save the folder again.") from error
+    return text if original is config else json.dumps(original, indent=2) + "\n"
+
+
+def _quantizer_settings(config: dict) -> dict | None:
+    """Returns the settings by which Transformers loads quantized weights: those of the model, or of its text model."""
+    for part in (config, *(config.get(name) for name in ("text_config", "decoder", "generator"))):
+        if isinstance(part, dict) and isinstance(settings := part.get("quantization_config"), dict) and settings:
+            return settings
+    return None
+
+
+def _member(text: str, name: str) -> tuple[int, int] | None:
+    """Returns the place of a member in the text of a JSON object, with the comma after it, or before it if it is the last; None
+    if there is no such member."""
+    decoder, at = json.JSONDecoder(), text.index("{")
+    while text[at] != "}":
+        begin = _skip(text, at + 1)
+        if text[begin] == "}":
+            break
+        key, end = decoder.raw_decode(text, begin)
+        _, end = decoder.raw_decode(text, _skip(text, _skip(text, end) + 1))
+        comma = _skip(text, end)
+        if key == name:
+            if text[comma] == ",":
+                return begin, _skip(text, comma + 1)
+            return (at if text[at] == "," else begin), end
+        at = comma
+    return None
+
+
+def _skip(text: str, at: int) -> int:
+    """Returns the place of the next character that is not white space."""
+    return len(text) - len(text[at:].lstrip())

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
 from hf_ext.storage.checkpoint import Checkpoint
-from hf_ext.storage.config_file import CONFIG, ENCODINGS, FM_DELTA, UNQUANTIZED, quantization_of, read_config
+from hf_ext.storage.config_file import CONFIG, ENCODINGS, FM_DELTA, UNQUANTIZED, original_config, quantization_of, read_config
 from hf_ext.storage.delta.payload import is_payload
 from hf_ext.storage.delta.source import DeltaCheckpoint
 from hf_ext.storage.hub import HUB, Hub, absolute, is_local, reaching, within
@@ -76,9 +76,13 @@ class Stored:
 
     @property
     def config(self) -> dict:
-        """config.json without the entry that says how the weights of this package's checkpoints are stored."""
-        entry = "quantization_config"
-        return {key: value for key, value in self.full_config.items() if key != entry or quantization_of({entry: value})}
+        """config.json as it was before this package stored the weights."""
+        return original_config(self.full_config)
+
+    @property
+    def quantization(self) -> str | None:
+        """The method and the format of quantized weights; None for plain ones."""
+        return quantization_of(self.full_config)
 
     @cached_property
     def kind(self) -> Kind:
@@ -89,8 +93,8 @@ class Stored:
 
     def require_unquantized(self) -> None:
         """Raises CheckpointError if the weights are quantized."""
-        if method := quantization_of(self.full_config):
-            raise CheckpointError(f"{self.name} is quantized ({method}). {UNQUANTIZED}")
+        if self.quantization:
+            raise CheckpointError(f"{self.name} is quantized ({self.quantization}). {UNQUANTIZED}")
 
     @cached_property
     def checkpoint(self) -> Checkpoint:
@@ -137,31 +141,43 @@ def open_checkpoint(
     return Stored(os.fspath(name), revision, hub).tensors(base)
 
 
-def open_counterpart(base: str | os.PathLike, place: str, revision: str | None = None) -> Checkpoint | DeltaCheckpoint:
-    """Opens a base, plain or compressed, or the component `place` of a base that is a diffusers pipeline. Raises BaseModelError
-    if it cannot, or if the base is quantized."""
+def open_counterpart(
+    base: str | os.PathLike, place: str, revision: str | None = None, quantization: str | None = None
+) -> Checkpoint | DeltaCheckpoint:
+    """Opens a base, plain or compressed, or the component `place` of a base that is a diffusers pipeline.
+
+    Args:
+        quantization: see `Stored.quantization`; that of the model.
+
+    Raises:
+        BaseModelError: the base cannot be read, or is quantized in another way than the model.
+    """
     try:
         stored = Stored(within(base, place), revision)
         source = stored.tensors()
-        _require_unquantized(stored)
+        _require_form(stored, quantization)
         return source
     except BaseModelError as error:
         advice = f" It is the base of the component '{place}'. Without it, give the folders of other components, one by one."
         raise BaseModelError(f"{error}{advice if place and os.path.isdir(base) else ''}") from error
 
 
-def open_plain(name: str | os.PathLike, revision: str | None = None) -> Checkpoint:
-    """Opens a base model, which must be uncompressed.
+def plain_base(stored: Stored, quantization: str | None = None) -> Checkpoint:
+    """Returns the weights of a base model, which must be uncompressed.
+
+    Args:
+        quantization: see `Stored.quantization`; that of the model.
 
     Raises:
-        BaseModelError: it cannot be read, is quantized or compressed itself, or holds several models merged into one.
+        BaseModelError: the base cannot be read, is quantized in another way than the model or compressed itself, or holds
+            several models merged into one.
     """
-    stored = Stored(os.fspath(name), revision)
-    if stored.checkpoint.kind is not Kind.PLAIN:
-        advice = " Decompress it first and give the plain folder." if stored.checkpoint.kind is Kind.COMPRESSED else ""
-        raise BaseModelError(f"The base {stored.checkpoint} {stored.checkpoint.kind.value}{advice}")
-    _require_unquantized(stored)
-    return stored.checkpoint
+    weights = stored.checkpoint
+    if weights.kind is not Kind.PLAIN:
+        advice = " Decompress it first and give the plain folder." if weights.kind is Kind.COMPRESSED else ""
+        raise BaseModelError(f"The base {weights} {weights.kind.value}{advice}")
+    _require_form(stored, quantization)
+    return weights
 
 
 def config_of(source: TensorSource) -> dict:
@@ -170,9 +186,14 @@ def config_of(source: TensorSource) -> dict:
     return read_config(folder / CONFIG) if folder else {}
 
 
-def _require_unquantized(base: Stored) -> None:
-    """Raises BaseModelError if the weights of a base are quantized."""
-    try:
-        base.require_unquantized()
-    except CheckpointError as error:
-        raise BaseModelError(f"The base cannot be used: {error}") from error
+def _require_form(base: Stored, quantization: str | None) -> None:
+    """Raises BaseModelError unless a base is quantized as the model is, or neither is quantized."""
+    if base.quantization == quantization:
+        return
+    form = f"is quantized ({base.quantization})" if base.quantization else "is not quantized"
+    if quantization is None:
+        raise BaseModelError(f"The base {base.checkpoint} {form}. {UNQUANTIZED}")
+    raise BaseModelError(
+        f"The base {base.checkpoint} {form}, but the model is quantized ({quantization}). Give a base that was quantized in "
+        "the same way, or compress both before they are quantized."
+    )
