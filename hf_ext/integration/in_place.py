@@ -187,7 +187,7 @@ class LiveWeights:
                 continue
             new = torch.nn.Parameter(tensor, weight.requires_grad) if isinstance(weight, torch.nn.Parameter) else tensor
             for module in self.model.modules():  # several modules may be tied to it
-                for key, value in compat.own_tensors(module):
+                for key, value in tensors_of(module):
                     if value is weight:
                         setattr(module, key, new)
             self.tensors |= {other: new for other, value in self.tensors.items() if value is weight}
@@ -221,6 +221,12 @@ def untie(model: PreTrainedModel, plan: Sequence[Loaded]) -> None:
             path, _, key = name.rpartition(".")
             setattr(model.get_submodule(path), key, torch.nn.Parameter(weight.detach().clone(), weight.requires_grad))
             del model.all_tied_weights_keys[name]
+
+
+def tensors_of(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Returns a module's parameters and buffers by name, without those of its submodules."""
+    parameters = module.named_parameters(recurse=False, remove_duplicate=False)
+    return [*parameters, *module.named_buffers(recurse=False, remove_duplicate=False)]
 
 
 def is_same(weight: torch.Tensor, tensor: torch.Tensor) -> bool:
