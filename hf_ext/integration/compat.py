@@ -115,6 +115,27 @@ def accepted_beside(requested: Any, kind: type) -> type:
     return type(type(requested).__name__, (kind,), {"requested": requested})
 
 
+def quantization_after_decoding(original: dict, ours: Any) -> Any:
+    """Returns the config of quantized weights that are stored compressed. With it, Transformers makes the quantizer of `ours`.
+
+    Names: `quant_method`, and the config's class, which Transformers looks at to apply the `quantization_config=` of
+    `from_pretrained`. For: loading with the weights' own quantizer, see `own_quantization`. Gone: Transformers makes another
+    quantizer, and `check_each_load` refuses the payloads."""
+    from transformers.quantizers.auto import AutoQuantizationConfig
+
+    config = AutoQuantizationConfig.from_dict(dict(original))
+    kind = type(config)
+    config.__class__ = type(kind.__name__, (kind,), {"decoding": (ours, kind, config.quant_method)})
+    config.quant_method = ours.quant_method
+    return config
+
+
+def own_quantization(config: Any) -> Any:
+    """Makes a config of `quantization_after_decoding` the original one, because the model's config holds this object."""
+    _, config.__class__, config.quant_method = config.decoding
+    return config
+
+
 def check_each_load(check: Callable[[Mapping[str, Any]], None]) -> None:
     """Calls a function with the local variables of each `from_pretrained` of Transformers, when it has its files and quantizer.
 

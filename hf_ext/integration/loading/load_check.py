@@ -9,8 +9,7 @@ from safetensors import SafetensorError, safe_open
 
 from hf_ext.errors import CheckpointError
 from hf_ext.storage.config_file import ENCODINGS
-from hf_ext.storage.delta.file import KEY
-from hf_ext.storage.delta.source import PARTS_OF
+from hf_ext.storage.weights import KEY, PARTS_OF
 
 
 def require_decoding(variables: Mapping[str, Any]) -> None:

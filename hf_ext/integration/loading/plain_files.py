@@ -16,6 +16,7 @@ from transformers.utils import logging
 from hf_ext.errors import CheckpointError
 from hf_ext.integration.loading import ranks
 from hf_ext.storage.decoded import FOLDER, decoded_folder, place_for
+from hf_ext.storage.delta.source import DeltaCheckpoint, RestoredFile
 from hf_ext.storage.plain_writer import write_files
 from hf_ext.storage.safetensors_file import ComputedFile, SafetensorsFile
 from hf_ext.storage.source import TensorSource
@@ -81,7 +82,9 @@ class PlainFiles:
         self.names[:] = [str(folder / Path(name).name) for name in self.names]
         self.are_in_use = True
 
-    def _decoded(self) -> list[ComputedFile]:
+    def _decoded(self) -> list[ComputedFile] | list[RestoredFile]:
+        if isinstance(self.source, DeltaCheckpoint):  # with the metadata that some quantizers need
+            return [RestoredFile(file, self.source.base) for file in self.source.files]
         files = []
         for path in map(Path, self.names):
             names = [name for name in SafetensorsFile(path).entries if name in self.source]

@@ -71,7 +71,10 @@ class DecodingConfig(QuantizationConfigMixin):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs):
-        """Reads the entry of a config.json. `from_pretrained(…, quantization_config=…)` then quantizes the decoded weights."""
+        """Reads the entry of a config.json. `from_pretrained(…, quantization_config=…)` then quantizes the decoded weights, or
+        says how to load them if they are quantized."""
+        if original := config_dict.get("quantization"):
+            return compat.quantization_after_decoding(original, cls(**config_dict))
         requested = compat.requested_quantization(AutoHfQuantizer)
         if requested is None or isinstance(requested, DecodingConfig):
             return super().from_dict(config_dict, return_unused_kwargs, **kwargs)
@@ -104,6 +107,15 @@ class DecodingQuantizer(HfQuantizer):
     advice: str
     files: PlainFiles  # if there is a source
 
+    def __new__(cls, quantization_config: QuantizationConfigMixin, **kwargs):
+        """Quantized weights are decoded to files, which their own quantizer loads: it is returned."""
+        if isinstance(quantization_config, DecodingConfig):
+            return super().__new__(cls)
+        ours, *_ = quantization_config.decoding
+        theirs = AutoHfQuantizer.from_config(compat.own_quantization(quantization_config), **kwargs)
+        cls(ours, **kwargs).decode_for(theirs)
+        return theirs
+
     @abstractmethod
     def open(self, model: PreTrainedModel, files: list[Path]) -> TensorSource:
         """Returns the plain tensors that these files encode, by the names in the files."""
@@ -125,13 +137,45 @@ class DecodingQuantizer(HfQuantizer):
         if self.then is not None:
             self.then.validate_environment(*args, **kwargs)
 
-    def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        # For dtype="auto" without a dtype in config.json, Transformers takes the payloads' type, uint8.
+    def decode_for(self, theirs: HfQuantizer) -> None:
+        """Lets another quantizer load the decoded files. Its hooks are wrapped until they have run."""
+        hooks = {name: getattr(theirs, name) for name in ("validate_environment", "update_dtype", "preprocess_model")}
+
+        def validate_environment(*args, **kwargs):
+            self.validate_environment()
+            hooks["validate_environment"](*args, **kwargs)
+
+        def update_dtype(dtype: torch.dtype) -> torch.dtype:
+            return hooks["update_dtype"](self.stored_dtype(dtype))
+
+        def preprocess_model(model, checkpoint_files: list[str] | None = None, **kwargs):
+            self._process_model_before_weight_loading(model, checkpoint_files)
+            if self.source is not None and not self.files.are_in_use:
+                self.files.use_temporary()
+            hooks["preprocess_model"](model, checkpoint_files=checkpoint_files, **kwargs)
+
+        def postprocess_model(model, **kwargs):
+            for name in (*hooks, "postprocess_model"):
+                delattr(theirs, name)
+            theirs.postprocess_model(model, **kwargs)
+            if self.source is not None:
+                self.files.release(model)
+
+        for hook in (validate_environment, update_dtype, preprocess_model, postprocess_model):
+            setattr(theirs, hook.__name__, hook)
+
+    def stored_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Returns the type of the weights. For dtype="auto" without a dtype in config.json, Transformers takes the payloads'
+        type, uint8."""
         if dtype == torch.uint8 and (stored := self.quantization_config.dtype) is not None:
             named = getattr(torch, stored, None) if isinstance(stored, str) else None
             if not isinstance(named, torch.dtype):
                 raise CheckpointError(f"config.json is damaged: {stored!r} is not a dtype. Download or save the folder again.")
-            dtype = named
+            return named
+        return dtype
+
+    def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        dtype = self.stored_dtype(dtype)
         return compat.zero3_dtype() or dtype if self.then is None else self.then.update_dtype(dtype)
 
     def preprocess_model(self, model, dtype: torch.dtype | None = None, **kwargs):
