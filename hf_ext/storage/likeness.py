@@ -17,16 +17,17 @@ from hf_ext.storage.source import TensorSource
 # Full fine-tunes agree with their base in more than 0.9 of the values; noise of a tenth of the weights' spread leaves 0.7, and
 # shuffled weights agree in 0.1.
 LIKELY_AGREEMENT, LIKELY_SHARE = 0.35, 0.5  # the share is that of the parameters that the base must have too
+CODES = {"U8", "I8", "I32", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F4"}  # of quantized weights, compared byte by byte
 RUNS, LENGTH = 16, 64  # from each tensor, 16 evenly spread runs of 64 values are read: at most 8 KB
 
 
 @dataclass(frozen=True)
 class Likeness:
-    """An estimate of how well a checkpoint predicts another, the source. Counts only tensors of floats.
+    """An estimate of how well a checkpoint predicts another, the source. Counts tensors of floats and of quantized weights.
 
     Attributes:
         shared: share of the source's parameters that the other checkpoint has too, by name and shape.
-        agreement: share of those that have the same sign and exponent in both; about 0.1 for unrelated weights.
+        agreement: share of those that have the same sign and exponent, or the same code, in both; about 0.1 for unrelated weights.
         bits: estimated bits per parameter of the source when stored as a difference at level 1; parameters that are not shared
             take their full width.
         same_layers: whether the stacks of layers that both have are equal in number and shape of layers.
@@ -56,14 +57,16 @@ def unrelated(source: TensorSource, base: TensorSource) -> str | None:
 
 def likeness(src: TensorSource, other: TensorSource, least: float = 0.0) -> Likeness:
     """Compares two checkpoints. If they share less than `least`, reads no tensors, and `agreement` is 0."""
-    names = [name for name in src.names() if src.entry(name).dtype in FLOATS]
+    names = [name for name in src.names() if src.entry(name).dtype in FLOATS.keys() | CODES]
     twins = {name: twin for name in names if (twin := other.twin_of(name)) and _comparable(src, name, other, twin)}
     same_layers = all(src.entry(name).shape == other.entry(twin).shape for name, twin in twins.items() if layer_of(name))
     same_layers &= _as_high(names, twins) and _as_high(other.names(), twins.values())
     total = sum(_count(src.entry(name)) for name in names)
     common = {name: min(_count(src.entry(name)), _count(other.entry(twin))) for name, twin in twins.items()}
     shared = sum(common.values())
-    bits: float = sum(8 * WIDTHS[src.entry(name).dtype] * (_count(src.entry(name)) - common.get(name, 0)) for name in names)
+    bits: float = sum(
+        8 * WIDTHS.get(src.entry(name).dtype, 1) * (_count(src.entry(name)) - common.get(name, 0)) for name in names
+    )
     agreeing = 0.0
     if shared and shared >= least * total:
         for name, twin in twins.items():
@@ -74,7 +77,8 @@ def likeness(src: TensorSource, other: TensorSource, least: float = 0.0) -> Like
 
 
 def compare(tensor: RawTensor, prior: RawTensor, count: int) -> tuple[float, float]:
-    """Compares two tensors of floats by samples of their first `count` values, with `prior` cast to the type of `tensor`.
+    """Compares two tensors by samples of their first `count` values, or bytes of codes, with floats of `prior` cast to the type
+    of `tensor`.
 
     Returns:
         The share of values with the same sign and exponent, and the estimated bits per value of the signed distances between
@@ -83,6 +87,9 @@ def compare(tensor: RawTensor, prior: RawTensor, count: int) -> tuple[float, flo
     """
     if not count:
         return 0.0, 0.0
+    if tensor.dtype in CODES:
+        equal = float((_sample(tensor, count) == _sample(prior, count)).mean())
+        return equal, 8 * (1 - equal)
     kind = np.dtype(f"<u{WIDTHS[tensor.dtype]}")
     a = _sample(tensor, count).view(kind)
     b = cast(_sample(prior, count), prior.dtype, tensor.dtype).view(kind)
@@ -97,7 +104,7 @@ def compare(tensor: RawTensor, prior: RawTensor, count: int) -> tuple[float, flo
 
 def _sample(tensor: RawTensor, count: int) -> np.ndarray:
     """Returns the bytes of a tensor's first `count` values, or of evenly spread runs of them if there are many."""
-    width = WIDTHS[tensor.dtype]
+    width = WIDTHS.get(tensor.dtype, 1)
     values = tensor.data[: count * width].reshape(count, width)
     if count > RUNS * LENGTH:
         starts = np.linspace(0, count - LENGTH, RUNS).astype(np.int64)
@@ -119,11 +126,13 @@ def _comparable(src: TensorSource, name: str, other: TensorSource, twin: str) ->
     layers = [layer and layer[1] for layer in (layer_of(name), layer_of(twin))]
     entry, prior = src.entry(name), other.entry(twin)
     alike = len(entry.shape) == len(prior.shape) and entry.shape[1:] == prior.shape[1:]
-    return alike and prior.dtype in FLOATS and layers[0] == layers[1]
+    is_comparable = prior.dtype in FLOATS if entry.dtype in FLOATS else prior.dtype == entry.dtype
+    return alike and is_comparable and layers[0] == layers[1]
 
 
 def _count(entry: Entry) -> int:
-    return math.prod(entry.shape)
+    """Returns the number of a tensor's values, or of bytes of codes."""
+    return entry.nbytes if entry.dtype in CODES else math.prod(entry.shape)
 
 
 def _as_high(names: Iterable[str], common: Iterable[str]) -> bool:
