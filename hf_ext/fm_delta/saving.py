@@ -17,9 +17,9 @@ from hf_ext.fm_delta.compress import write_with_card
 from hf_ext.fm_delta.folder import ModelFolder
 from hf_ext.integration import versions
 from hf_ext.integration.cards import CARD, has_card
-from hf_ext.integration.in_place import require_plain
+from hf_ext.integration.in_place import require_model
 from hf_ext.integration.save_hooks import PushToHub, Saving, is_diffusers_model
-from hf_ext.storage.config_file import is_merge
+from hf_ext.storage.config_file import is_merge, quantization_of
 from hf_ext.storage.delta.codec import decode_raw
 from hf_ext.storage.delta.payload import is_payload, read_header
 from hf_ext.storage.delta.source import base_tensor
@@ -42,16 +42,16 @@ def enable(model: Model, base: str | os.PathLike, revision: str | None = None) -
     compressed weights too, so that Trainer can resume and load its best model.
 
     Args:
-        model: any PreTrainedModel, or model of diffusers (a component of a pipeline), that is not quantized.
-        base: folder or Hub id of the model that it is fine-tuned from. Whoever loads a pushed checkpoint needs access to it.
+        model: any PreTrainedModel, or model of diffusers (a component of a pipeline) that is not quantized.
+        base: folder or Hub id of the model that it is fine-tuned from, quantized as the model is. Whoever loads a pushed checkpoint needs access to it.
         revision: branch, tag or commit of the base on the Hub; the commit it leads to is recorded.
 
     Returns:
         The same model.
 
     Raises:
-        BaseModelError: the base cannot be read.
-        CheckpointError: the model is quantized, or the base is at the end of a long chain of compressed checkpoints.
+        BaseModelError: the base cannot be read, or is not quantized as the model is.
+        CheckpointError: it is a quantized model of diffusers, or the base is at the end of a long chain of compressed checkpoints.
     """
     is_of_diffusers = is_diffusers_model(model)
     if not is_of_diffusers:
@@ -59,9 +59,9 @@ def enable(model: Model, base: str | os.PathLike, revision: str | None = None) -
             "Saving compressed checkpoints", "transformers>=5.16.1", advice="save the model, then `hf-ext compress`."
         )
         advice = "Of PEFT, pass get_base_model(); of a SentenceTransformer, model[0].auto_model; of a pipeline, a component."
-        require_plain(model, "enable", advice, "can be compressed")
+        require_model(model, "enable", advice)
     elif getattr(model, "is_quantized", False):
-        raise CheckpointError("This model is quantized; only plain weights can be compressed.")
+        raise CheckpointError("This model of diffusers is quantized. Save it, then `hf-ext compress` the folder.")
     attach(model, base, revision, lambda checkpoint: CompressedSaving(model, checkpoint))
     if hasattr(model, "active_task"):
         logger.warning(f"Of the merge, only the active task is saved then; now it is '{model.active_task}'.")
@@ -79,7 +79,8 @@ def attach(
     """Replaces `save_pretrained` of a model by the saving that `saving_for` makes for the opened base, and lets
     `load_state_dict` read what it saves. See `enable`."""
     # A save may happen in another working directory.
-    checkpoint = open_counterpart(absolute(base), "", revision)
+    config = {} if is_diffusers_model(model) else model.config.to_dict()
+    checkpoint = open_counterpart(absolute(base), "", revision, quantization_of(config))
     require_depth(checkpoint)
     names = model.state_dict().keys()
     if not any(checkpoint.twin_of(name) for name in names):

@@ -32,16 +32,25 @@ def lock_of(model: torch.nn.Module) -> RLock:
         return _locks.setdefault(model, RLock())
 
 
+def require_model(model: object, function: str, advice: str) -> None:
+    """Raises CheckpointError, naming the function, unless this is a Transformers model.
+
+    Args:
+        advice: for a model that holds a PreTrainedModel.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise CheckpointError(f"{function} takes a Transformers PreTrainedModel, not a {type(model).__name__}. {advice}")
+    forget_encoding(model.config)  # of a model that was made from the config.json of a compressed checkpoint
+
+
 def require_plain(model: object, function: str, advice: str, purpose: str) -> None:
     """Raises CheckpointError, naming the function, unless this is a Transformers model with plain weights.
 
     Args:
         advice: for a model that holds a PreTrainedModel.
-        purpose: the reason why the weights must be plain, as in "can be compressed".
+        purpose: the reason why the weights must be plain, as in "can be switched".
     """
-    if not isinstance(model, PreTrainedModel):
-        raise CheckpointError(f"{function} takes a Transformers PreTrainedModel, not a {type(model).__name__}. {advice}")
-    forget_encoding(model.config)  # of a model that was made from the config.json of a compressed checkpoint
+    require_model(model, function, advice)
     if getattr(model, "hf_quantizer", None) is not None or getattr(model.config, "quantization_config", None) is not None:
         raise CheckpointError(f"This model is quantized; only plain weights {purpose}.")
 

@@ -1,6 +1,6 @@
 """The quantization configs by which vLLM knows compressed checkpoints and merges.
 
-The loaded weights are plain ones, so no layer is quantized.
+The loaded weights are the original ones: plain, so that no layer is quantized, or quantized, as their own format says.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.model_executor.model_loader import register_model_loader
 
@@ -32,8 +33,16 @@ class StoredFormat(QuantizationConfig):
         return type(self), (self.config,)  # so that vLLM's other processes replace their default loader as well
 
     @classmethod
-    def from_config(cls, config: dict[str, Any]) -> StoredFormat:
-        return cls(config)
+    def from_config(cls, config: dict[str, Any]) -> QuantizationConfig:
+        """Returns the format; that of the original weights if these are quantized."""
+        stored = cls(config)
+        if not (original := config.get("quantization")):
+            return stored
+        theirs = get_quantization_config(original["quant_method"]).from_config(original)
+        kind = type(theirs)
+        # vLLM's other processes get it pickled, and must replace their default loader as well.
+        theirs.__class__ = type(kind.__name__, (kind,), {"__reduce__": lambda self: (cls.from_config, (config,))})
+        return theirs
 
     def get_name(self) -> str:
         return self.method
