@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -15,11 +14,9 @@ from hf_ext.storage.delta.codec import decode_raw
 from hf_ext.storage.delta.in_place import apply_raw
 from hf_ext.storage.delta.payload import Header
 from hf_ext.storage.safetensors_file import RawTensor, has_values, torch_dtype
-from hf_ext.weight_sync.step_file import Part
+from hf_ext.weight_sync.plan import Parts
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-Parts = list[tuple[str, Part, Header]]  # of a tensor: the key of each, and the header of its newest payload
 
 
 class Piece(NamedTuple):
@@ -88,23 +85,6 @@ class KeptTensor(NamedTuple):
 
     def is_still(self, tensor: torch.Tensor, piece: Piece) -> bool:
         return self.tensor() is tensor and self[1:] == self.of(tensor, piece)[1:]
-
-
-def layout_of(parts: Iterable[tuple[str, Part, Header]]) -> dict[str, Parts]:
-    """Returns the parts of each tensor in the order of rows. Raises CheckpointError if they do not make up the tensors."""
-    layout: dict[str, Parts] = defaultdict(list)
-    for key, part, header in parts:
-        layout[part.name].append((key, part, header))
-    for name, rows in layout.items():
-        rows.sort(key=lambda entry: entry[1].begin)
-        shape, end = rows[0][1].shape, 0
-        for _, part, header in rows:
-            if (part.begin, part.shape, header.dtype) != (end, shape, rows[0][2].dtype):
-                raise CheckpointError(f"The ranks of the training do not publish each row of '{name}' once, from row {end} on.")
-            end = part.end(header)
-        if end != (shape[0] if shape else 1):
-            raise CheckpointError(f"No rank of the training publishes the rows of '{name}' from {end} on.")
-    return dict(layout)
 
 
 def rows_of(tensor: torch.Tensor, piece: Piece, parts: Parts, is_whole: bool) -> torch.Tensor:

@@ -77,23 +77,28 @@ class Index:
         name = index_name(rank)
         try:
             fields = json.loads(bytes(place.get(name)))
+            version = fields.pop("version")
+            index = cls(**fields | {"steps": [Step(**step) for step in fields["steps"]]}) if version == VERSION else None
+            is_valid = index is None or index.is_valid(rank)
         except FileNotFoundError:
             return None
-        except (ValueError, RecursionError) as error:
-            raise CorruptFileError(f"{name} at {place} is damaged: {error}.") from error
-        try:
-            version = fields.pop("version")
-            if version == VERSION:
-                index = cls(**fields | {"steps": [Step(**step) for step in fields["steps"]]})
-                is_valid = index.rank == rank < index.world_size and type(index.world_size) is int
-                numbers = [step.step for step in index.steps if step.is_valid()]
-                if is_valid and len(numbers) == len(index.steps) and numbers == sorted(set(numbers)):
-                    return index
-        except (KeyError, TypeError, AttributeError) as error:
+        except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
             raise CorruptFileError(f"{name} at {place} is damaged: {type(error).__name__} {error}.") from error
-        if version == VERSION:
+        if index is None:
+            raise CorruptFileError(
+                f"{name} at {place} is damaged, or of a newer hf_ext: it has version {version}, not {VERSION}."
+            )
+        if not is_valid:
             raise CorruptFileError(f"{name} at {place} is damaged: its fields do not fit together. {REPAIR}")
-        raise CorruptFileError(f"{name} at {place} is damaged, or of a newer hf_ext: it has version {version}, not {VERSION}.")
+        return index
+
+    def is_valid(self, rank: int) -> bool:
+        """Checks the fields, which a stranger may have written, as the index of a rank."""
+        if not all(step.is_valid() for step in self.steps):
+            return False
+        numbers = [step.step for step in self.steps]
+        is_ordered = numbers == sorted(set(numbers))
+        return self.rank == rank < self.world_size and type(self.world_size) is int and is_ordered
 
 
 def index_name(rank: int) -> str:
