@@ -33,10 +33,9 @@ class Home(NamedTuple):
     """The place of a part in memory."""
 
     part: torch.Tensor  # its rows in this machine's memory, contiguous
-    rows: torch.Tensor  # those of them that the caller keeps
-    elsewhere: torch.Tensor | None  # where, if not here
+    elsewhere: torch.Tensor | None = None  # the rows that the caller keeps, if they are not the part itself
     skipped: int = 0  # number of rows of the part before them
-    is_new: bool = False  # the caller has not got any of them yet
+    is_new: bool = False  # the caller's rows are not those before the update
 
     def apply(self, chain: Iterable[tuple[np.ndarray, Header]]) -> np.ndarray | None:
         """Changes the part by payloads, one after the other. Returns the rows that changed, None for all."""
@@ -58,15 +57,15 @@ class Home(NamedTuple):
         """Copies the rows that changed to where the caller keeps them."""
         if self.elsewhere is None:
             return
+        rows = self.part[self.skipped : self.skipped + len(self.elsewhere)]
         with torch.inference_mode():  # in which inference tensors may change, too
             if changed is None or self.is_new or 2 * len(changed) > len(self.part):
-                self.elsewhere.copy_(self.rows)
+                self.elsewhere.copy_(rows)
                 return
             changed = changed - self.skipped
-            places = torch.from_numpy(changed[(changed >= 0) & (changed < len(self.rows))])
-            word = WORDS[self.rows.element_size()]  # PyTorch cannot assign rows of every type
-            rows = self.rows.view(word)[places].to(self.elsewhere.device)
-            self.elsewhere.view(word)[places.to(self.elsewhere.device)] = rows
+            places = torch.from_numpy(changed[(changed >= 0) & (changed < len(rows))])
+            word, device = WORDS[rows.element_size()], self.elsewhere.device  # PyTorch cannot assign rows of every type
+            self.elsewhere.view(word)[places.to(device)] = rows.view(word)[places].to(device)
 
 
 class KeptTensor(NamedTuple):

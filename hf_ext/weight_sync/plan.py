@@ -13,7 +13,7 @@ from hf_ext.errors import CheckpointError, CorruptFileError
 from hf_ext.storage.delta.file import digest_of
 from hf_ext.storage.delta.payload import Header
 from hf_ext.weight_sync.places import Place
-from hf_ext.weight_sync.step_file import Index, Part, Step, StepFile
+from hf_ext.weight_sync.step_file import Index, Part, PartsByKey, Step, StepFile
 
 logger = logging.getLogger(__name__)
 
@@ -22,25 +22,12 @@ MOST_DAMAGED = 32  # files that an update may find damaged or missing before it 
 Parts = list[tuple[str, Part, Header]]  # of a tensor, in the order of rows: the key of each, and the header of its payload
 
 
-class RankState(NamedTuple):
-    """The weights of one rank of the training after a step: its parts, the headers of their newest payloads, and the digest of
-    all."""
-
-    parts: dict[str, Part]
-    headers: dict[str, Header]
-    digest: str
-
-    def kind(self, key: str) -> tuple[Part, str, tuple[int, ...]] | None:
-        """Returns what all payloads of a part have in common; None if there is no such part."""
-        return (self.parts[key], self.headers[key].dtype, self.headers[key].shape) if key in self.parts else None
-
-
 class State(NamedTuple):
-    """The weights of a run after a step."""
+    """The weights of a run after a step: what each of its ranks publishes."""
 
     run: str
     step: int
-    ranks: list[RankState]
+    ranks: list[PartsByKey]
 
 
 class Plan(NamedTuple):
@@ -93,32 +80,33 @@ class Planner:
                     f"{self.place} no longer holds the run '{state.run}' of the tensors. They start again from an anchor."
                 )
                 state = None
-            before = state.ranks if state else [RankState({}, {}, "") for _ in indices]
+            before: list[PartsByKey] = state.ranks if state else [{} for _ in indices]
             target, ways = self._ways(indices, before, step)
-            after = [self._follow(index, way, rank) for index, way, rank in zip(indices, ways, before)]
-            ranks = [rank for rank in after if rank is not None]
+            after = [self._follow(index, way, parts) for index, way, parts in zip(indices, ways, before)]
+            ranks = [parts for parts in after if parts is not None]
             if len(ranks) == len(indices):
                 break
         payloads = defaultdict(list)
         for file in (self._files[name] for way in ways for stage in way for name in stage.files):
             for key, payload in file.payloads.items():
-                payloads[key].append((payload, file.headers[key]))
+                payloads[key].append((payload, file.parts[key][1]))
         checksums = {
             key: header.checksum
-            for rank, way in zip(before, ways)
+            for parts, way in zip(before, ways)
             if not any(stage.is_anchor for stage in way)
-            for key, header in rank.headers.items()
+            for key, (_, header) in parts.items()
         }
         return Plan(State(indices[0].run, target, ranks), _layout(ranks), dict(payloads), checksums)
 
-    def _ways(self, indices: list[Index], ranks: list[RankState], step: int | None) -> tuple[int, list[list[_Stage]]]:
+    def _ways(self, indices: list[Index], ranks: list[PartsByKey], step: int | None) -> tuple[int, list[list[_Stage]]]:
         """Returns the step to go to, the newest that can be reached, and each rank's way to it."""
         steps = common_steps(indices)
         if step is not None and step not in steps:
             there = f"there are {steps[0]} to {steps[-1]}" if steps else "there are none"
             raise CheckpointError(f"Step {step} is not, or no longer, at {self.place}: {there}.")
+        digests = [_digest(parts) for parts in ranks]
         for target in reversed(steps) if step is None else [step]:
-            shortest = [_way(index.steps, target, rank.digest, self._damaged) for index, rank in zip(indices, ranks)]
+            shortest = [_way(index.steps, target, digest, self._damaged) for index, digest in zip(indices, digests)]
             ways = [way for way in shortest if way is not None]
             if len(ways) == len(indices):
                 return target, ways
@@ -126,24 +114,23 @@ class Planner:
             raise CorruptFileError(f"{next(iter(self._damaged.values()))} No other files at {self.place} lead to the step.")
         raise CheckpointError(f"Nothing is published at {self.place} that these tensors could begin with.")
 
-    def _follow(self, index: Index, way: list[_Stage], state: RankState) -> RankState | None:
-        """Opens the files on a rank's way, and returns its state after them; None if one is damaged."""
+    def _follow(self, index: Index, way: list[_Stage], parts: PartsByKey) -> PartsByKey | None:
+        """Opens the files on a rank's way, and returns its parts after them; None if one is damaged."""
         for stage in way:
-            before = RankState({}, {}, "") if stage.is_anchor else state
-            state = RankState(dict(before.parts), dict(before.headers), stage.step.after)
+            before: PartsByKey = {} if stage.is_anchor else parts
+            parts = dict(before)
             for name in stage.files:
                 file = self._open(name, index, stage, before)
                 if file is None:
                     return None
-                state.parts.update(file.parts)
-                state.headers.update(file.headers)
-            if digest_of((key, header.checksum) for key, header in state.headers.items()) != state.digest:
+                parts.update(file.parts)
+            if _digest(parts) != stage.step.after:
                 self._exclude(name, f"{name} at {self.place} does not lead to the weights of step {stage.step.step}.")
                 return None
-        return state
+        return parts
 
-    def _open(self, name: str, index: Index, stage: _Stage, before: RankState) -> StepFile | None:
-        """Opens and checks a file of a stage, which follows the state `before`. Returns None if it is damaged or missing."""
+    def _open(self, name: str, index: Index, stage: _Stage, before: PartsByKey) -> StepFile | None:
+        """Opens and checks a file of a stage, which follows the parts `before`. Returns None if it is damaged or missing."""
         try:
             file = self._files.get(name) or StepFile(self.place.get(name), f"{name} at {self.place}")
         except FileNotFoundError:
@@ -208,26 +195,34 @@ def _way(steps: list[Step], target: int, digest: str, damaged: Collection[str]) 
     return min(ways, key=lambda way: sum(sum(stage.files.values()) for stage in way), default=None)
 
 
-def _fault(file: StepFile, index: Index, stage: _Stage, before: RankState) -> str | None:
-    """Returns why a file cannot be one of a stage, which follows the state `before`; None if it can."""
+def _fault(file: StepFile, index: Index, stage: _Stage, before: PartsByKey) -> str | None:
+    """Returns why a file cannot be one of a stage, which follows the parts `before`; None if it can."""
     step = stage.step
     if (file.run, file.rank, file.step, file.before, file.after) != (index.run, index.rank, step.step, step.before, step.after):
         return "is not the file of this run and step"
     # Only the payload itself limits the size of a tensor without a base: a stranger cannot make it take memory.
-    if stage.is_anchor and any(header.base_values for header in file.headers.values()):
+    if stage.is_anchor and any(header.base_values for _, header in file.parts.values()):
         return "does not hold whole weights"
-    kind = RankState(file.parts, file.headers, "").kind
-    if not stage.is_anchor and any(kind(key) != before.kind(key) for key in file.parts):
+    if not stage.is_anchor and not _kinds(file.parts).items() <= _kinds(before).items():
         return "changes other tensors than those of this run"
     return None
 
 
-def _layout(ranks: Iterable[RankState]) -> dict[str, Parts]:
+def _kinds(parts: PartsByKey) -> dict[str, tuple[Part, str, tuple[int, ...]]]:
+    """Returns what all payloads of a part have in common, by key."""
+    return {key: (part, header.dtype, header.shape) for key, (part, header) in parts.items()}
+
+
+def _digest(parts: PartsByKey) -> str:
+    return digest_of((key, header.checksum) for key, (_, header) in parts.items())
+
+
+def _layout(ranks: Iterable[PartsByKey]) -> dict[str, Parts]:
     """Returns the parts of each tensor in the order of rows. Raises CheckpointError if they do not make up the tensors."""
     layout: dict[str, Parts] = defaultdict(list)
     for rank in ranks:
-        for key, part in rank.parts.items():
-            layout[part.name].append((key, part, rank.headers[key]))
+        for key, (part, header) in rank.items():
+            layout[part.name].append((key, part, header))
     for name, parts in layout.items():
         parts.sort(key=lambda entry: entry[1].begin)
         shape, dtype, end = parts[0][1].shape, parts[0][2].dtype, 0

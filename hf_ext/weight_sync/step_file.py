@@ -40,6 +40,9 @@ class Part(NamedTuple):
         return self.begin + (header.shape[0] if header.shape else 1)
 
 
+PartsByKey = dict[str, tuple[Part, Header]]  # each with the header of its newest payload
+
+
 @dataclass
 class Step:
     """A step as the index lists it."""
@@ -124,7 +127,7 @@ def write_file(index: Index, step: Step, payloads: Mapping[str, bytes], parts: M
 
 class StepFile:
     """A file of a step, checked whole: its header, and the checksum of every payload. Its attributes are fields of the index,
-    and by key the parts that it holds, with their payloads and headers."""
+    the parts that it holds by key, with the headers of their payloads, and the payloads."""
 
     def __init__(self, content: Buffer, name: str):
         data = np.frombuffer(content, np.uint8)
@@ -142,15 +145,15 @@ class StepFile:
             raise CorruptFileError(f"{name} is damaged: {error}.") from error
         body = data[8 + length :]
         self.payloads = {key: body[entry.begin : entry.end] for key, entry in entries.items()}
-        self.headers: dict[str, Header] = {}
-        self.parts: dict[str, Part] = {}
+        self.parts: PartsByKey = {}
         for key, payload in self.payloads.items():
             try:
-                header = self.headers[key] = read_header(payload, key)
+                header = read_header(payload, key)
             except CorruptFileError as error:
                 raise CorruptFileError(f"{name} is damaged. {error}") from error
-            part = self.parts[key] = rows.get(key, Part(key, 0, header.shape))
+            part = rows.get(key, Part(key, 0, header.shape))
             numbers = (part.begin, *part.shape)
             is_valid = isinstance(part.name, str) and all(type(number) is int and 0 <= number < 1 << 63 for number in numbers)
             if not is_valid or len(part.shape) != len(header.shape) or part.shape[1:] != header.shape[1:]:
                 raise CorruptFileError(f"{name} is damaged: '{key}' cannot be rows of a tensor of shape {list(part.shape)}.")
+            self.parts[key] = part, header

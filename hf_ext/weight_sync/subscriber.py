@@ -142,14 +142,13 @@ class Subscriber:
                 first, last = max(part.begin, piece.begin), min(part.end(header), piece.begin + len(rows))
                 if first >= last:
                     continue
-                kept = rows[first - piece.begin : last - piece.begin]
+                callers = rows[first - piece.begin : last - piece.begin]
                 if in_place and (first, last) == (part.begin, part.end(header)):
-                    homes[key] = Home(kept, kept, None)
+                    homes[key] = Home(callers)
                 else:
                     self.tensors[name] = self._copy(name, parts)
                     copy = torch.atleast_1d(self.tensors[name])[part.begin : part.end(header)]
-                    skipped = first - part.begin
-                    homes[key] = Home(copy, copy[skipped : last - part.begin], kept, skipped, is_new=not is_as_left)
+                    homes[key] = Home(copy, callers, skipped=first - part.begin, is_new=not is_as_left)
         return homes
 
     def _copy(self, name: str, parts: Parts) -> torch.Tensor:
