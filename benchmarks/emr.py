@@ -127,7 +127,7 @@ def main():
     parser.add_argument("--tasks", nargs="+", default=list(FILES), choices=list(FILES))
     parser.add_argument("--test", type=int, help="test items of each task, all by default")
     parser.add_argument("--bits", nargs="*", type=float, default=[0.05, 0.1, 0.3, 0.5, 0.9], help="sizes of the methods")
-    run_sections(parser, {"accuracy": accuracy, "merging": merging, "switching": switching})
+    run_sections(parser, {"accuracy": accuracy, "merging": merging, "switching": switching}, has_runs=True)
 
 
 if __name__ == "__main__":

@@ -88,7 +88,7 @@ def main():
     parser.add_argument("--disk", type=float, help="links: MB/s of the disk, if it is not to be measured")
     parser.add_argument("--plot", type=Path, help="links: also draw them, in a file for each type")
     parser.add_argument("--shape", choices=list(SHAPES), default="llama-3.2-1b", help="scale: the model whose shapes are drawn")
-    run_sections(parser, SECTIONS)
+    run_sections(parser, SECTIONS, has_runs=True)
 
 
 if __name__ == "__main__":

@@ -89,10 +89,19 @@ def size_of(folder: Path, pattern: str = "*") -> int:
     return sum(path.stat().st_size for path in folder.rglob(pattern) if path.is_file())
 
 
-def run_sections(parser: argparse.ArgumentParser, sections: Mapping[str, Callable[[argparse.Namespace], dict]]) -> None:
-    """Runs the sections of a benchmark that the command line names, and saves their numbers if it names a file."""
-    parser.add_argument("--sections", nargs="+", default=list(sections), choices=list(sections))
-    parser.add_argument("--runs", type=int, default=5, help="rounds that the medians are taken over")
+def run_sections(
+    parser: argparse.ArgumentParser, sections: Mapping[str, Callable[[argparse.Namespace], dict]], has_runs: bool = False
+) -> None:
+    """Runs the sections of a benchmark that the command line names, and saves their numbers if it names a file.
+
+    Args:
+        has_runs: the sections take medians over `args.runs` rounds.
+    """
+    parser.set_defaults(sections=list(sections))
+    if len(sections) > 1:
+        parser.add_argument("--sections", nargs="+", choices=list(sections))
+    if has_runs:
+        parser.add_argument("--runs", type=int, default=5, help="rounds that the medians are taken over")
     parser.add_argument("--json", type=Path, help="also write every number to this file")
     args = parser.parse_args()
     results = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()}

@@ -196,4 +196,4 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lm", type=Path, required=True, help="folder that benchmarks/language_model.py makes")
     parser.add_argument("--others", type=Path, required=True, help="folder with checkouts of the other projects")
-    run_sections(parser, {"steps": steps})
+    run_sections(parser, {"steps": steps}, has_runs=True)

@@ -222,4 +222,4 @@ def saved(args: argparse.Namespace) -> dict:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    run_sections(parser, {"error": error, "large": large, "rounding": rounding, "saved": saved})
+    run_sections(parser, {"error": error, "large": large, "rounding": rounding, "saved": saved}, has_runs=True)

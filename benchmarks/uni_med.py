@@ -98,4 +98,4 @@ def connector(args: argparse.Namespace) -> dict:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    run_sections(parser, {"connector": connector})
+    run_sections(parser, {"connector": connector}, has_runs=True)

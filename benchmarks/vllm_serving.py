@@ -169,4 +169,4 @@ if __name__ == "__main__":
     parser.add_argument("--lm", type=Path, required=True, help="folder that benchmarks/language_model.py wrote")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--clients", type=int, default=16, help="requests that are sent at the same time")
-    run_sections(parser, {"starting": starting, "switching": switching, "many": many})
+    run_sections(parser, {"starting": starting, "switching": switching, "many": many}, has_runs=True)

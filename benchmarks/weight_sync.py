@@ -288,4 +288,4 @@ if __name__ == "__main__":
     parser.add_argument("--lm", type=Path, required=True, help="folder that benchmarks/language_model.py makes")
     parser.add_argument("--steps", type=int, default=100, help="steps of each training run")
     parser.add_argument("--keep", type=Path, help="where the weights of the first steps are kept (default: LM/steps)")
-    run_sections(parser, {"grpo": partial(train, grpo), "sft": partial(train, sft), "folder": folder})
+    run_sections(parser, {"grpo": partial(train, grpo), "sft": partial(train, sft), "folder": folder}, has_runs=True)

@@ -511,49 +511,26 @@ PyObject* use(PyObject*, PyObject* name) {
     return nullptr;
 }
 
+// hf_ext/_native.pyi says what each takes and returns.
 PyMethodDef METHODS[] = {
-    {"encode_coarse", encode_coarse, METH_VARARGS,
-     "encode_coarse(tensor, base, dtype, row_length, base_values, threads, (step, threshold, (rows, columns, exponent) | "
-     "None)) -> "
-     "body and the number of values with a change of their own"},
-    {"encode", encode, METH_VARARGS,
-     "encode(tensor, base | None, dtype, row_length, base_values, threads=1, ((rows, columns, exponent), ...)) -> body"},
-    {"decode", decode, METH_VARARGS,
-     "decode(body, (tensor, base | None, dtype, row_length, base_values, threads=1)): fills the tensor"},
-    {"list_changes", list_changes, METH_VARARGS,
-     "list_changes(body, base, dtype, row_length, threads=1) -> (uint32 places, uint16 values) that differ from the base, or "
-     "None"},
-    {"factors", factors, METH_VARARGS,
-     "factors(body, dtype, values, row_length, base_values) -> (int32 rows, int32 columns, exponent) of the low-rank change, "
-     "or "
-     "None"},
-    {"exchange", exchange, METH_VARARGS,
-     "exchange(tensor, places, others, row_length, rows): swaps 16-bit values of the tensor with others, and marks their rows"},
-    {"cast", cast, METH_VARARGS, "cast(source, from_dtype, target, to_dtype): fills the target, rounding to nearest even"},
-    {"widen", widen, METH_VARARGS,
-     "widen(source, shift, target): fills target, uint16, with the bytes of source; a shift moves them"},
-    {"subtract", subtract, METH_VARARGS,
-     "subtract(tensor, base, dtype, row_length, change, energies): fills float32 changes and the float64 sums of the squares "
-     "of each row"},
-    {"fit_rows", fit_rows, METH_VARARGS,
-     "fit_rows(tensor, base, dtype, row_length, top, most, by_columns, fixed, inverse, own, steps, threads=1): improves the "
-     "rows' float32 factors `own` of a product that approximates tensor - base, given those of the columns"},
-    {"count_symbols", count_symbols, METH_VARARGS,
-     "count_symbols(tensor, base | None, dtype, row_length, base_values) -> uint64 counts"},
-    {"default_tables", default_tables, METH_NOARGS,
-     "default_tables() -> uint16 frequencies: 33 tables of 64 symbols, and 12 for geometrically distributed numbers"},
-    {"check_with", check_with, METH_O,
-     "check_with(function): calls it about ten times a second from every thread that works here; it stops the work by raising"},
-    {"instruction_sets", instruction_sets, METH_NOARGS,
-     "instruction_sets() -> names of those that this processor supports, the fastest last"},
-    {"use", use, METH_O, "use(name) -> the name of the instruction set that was in use; the fastest is used by default"},
-    {"elect", elect, METH_VARARGS,
-     "elect(dtype, base, (task, ...), elected, masks, sums, threads=1): fills the last three, see emr.h"},
-    {"modulate", modulate, METH_VARARGS, "modulate(dtype, base, elected, mask | None, scale, out, threads=1): fills out"},
-    {"retarget", retarget, METH_VARARGS,
-     "retarget(((dtype, base, elected, mask | None, scale, to_mask | None, to_scale, live), ...), threads=1) -> their number, "
-     "or the index "
-     "of the first that does not hold the values of its mask and scale"},
+    {"encode_coarse", encode_coarse, METH_VARARGS, nullptr},
+    {"encode", encode, METH_VARARGS, nullptr},
+    {"decode", decode, METH_VARARGS, nullptr},
+    {"list_changes", list_changes, METH_VARARGS, nullptr},
+    {"factors", factors, METH_VARARGS, nullptr},
+    {"exchange", exchange, METH_VARARGS, nullptr},
+    {"cast", cast, METH_VARARGS, nullptr},
+    {"widen", widen, METH_VARARGS, nullptr},
+    {"subtract", subtract, METH_VARARGS, nullptr},
+    {"fit_rows", fit_rows, METH_VARARGS, nullptr},
+    {"count_symbols", count_symbols, METH_VARARGS, nullptr},
+    {"default_tables", default_tables, METH_NOARGS, nullptr},
+    {"check_with", check_with, METH_O, nullptr},
+    {"instruction_sets", instruction_sets, METH_NOARGS, nullptr},
+    {"use", use, METH_O, nullptr},
+    {"elect", elect, METH_VARARGS, nullptr},
+    {"modulate", modulate, METH_VARARGS, nullptr},
+    {"retarget", retarget, METH_VARARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

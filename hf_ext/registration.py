@@ -113,9 +113,10 @@ def _add_quantizers() -> None:
 
 
 def _add_load_check() -> None:
-    from hf_ext.integration.compat import refuse_undecoded_loading
+    from hf_ext.integration.compat import check_each_load
+    from hf_ext.integration.loading.load_check import require_decoding
 
-    refuse_undecoded_loading()
+    check_each_load(require_decoding)
 
 
 def _add_diffusers_quantizer() -> None:
@@ -132,18 +133,15 @@ def _add_peft_types() -> None:
     from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
     from peft.utils import register_peft_method
 
+    from hf_ext.integration.compat import add_peft_type
+
     for package, name, module in (
         ("pissa", "Pissa", "model"),
         ("pissa", "QPissa", "quantized"),
         ("uni_med.upcycling", "CMoE", "model"),
     ):
         key = name.upper()
-        if key not in PeftType.__members__:  # PEFT registers methods only under members of this enumeration
-            member = str.__new__(PeftType, key)
-            member._name_ = member._value_ = key
-            PeftType._member_map_[key] = PeftType._value2member_map_[key] = member
-            PeftType._member_names_.append(key)
-            type.__setattr__(PeftType, key, member)
+        add_peft_type(key)
         if PeftType(key) not in PEFT_TYPE_TO_TUNER_MAPPING:
             config = _imported(f"hf_ext.{package}.config", f"{name}Config")
             model = _imported(f"hf_ext.{package}.{module}", f"{name}Model")
@@ -178,12 +176,11 @@ def _add_processor() -> None:
 
 def _add_blip2_vision() -> None:
     """The vision tower of the Uni-Med paper, which Transformers registers only as a part of BLIP-2."""
-    from transformers import AutoModel, Blip2VisionConfig, Blip2VisionModel
+    from transformers import Blip2VisionConfig, Blip2VisionModel
 
-    AutoModel.register(Blip2VisionConfig, Blip2VisionModel, exist_ok=True)
-    # Up to Transformers 5.18, `register` ignores configurations of Transformers' own.
-    if Blip2VisionConfig not in AutoModel._model_mapping:
-        AutoModel._model_mapping._extra_content[Blip2VisionConfig] = Blip2VisionModel
+    from hf_ext.integration.compat import register_part
+
+    register_part(Blip2VisionConfig, Blip2VisionModel)
 
 
 def _imported(module: str, name: str, base: type = object) -> type:

@@ -14,8 +14,8 @@ from xml.etree import ElementTree
 # Modules of tests by what they test, as pytest's reports name them; the first pattern that matches counts.
 FEATURES = {
     "storage and the command line": r"tests\.(storage|test_(cli|hub_artifacts))|tests\.fm_delta\.test_"
-    r"(folder_safety|folders|files|corruption|verification|batch|report|likeness|base_search)",
-    "FM-Delta": r"tests\.fm_delta",
+    r"(folder_safety|folders|files|corruption|batch|report|base_search)",
+    "FM-Delta": r"tests\.(fm_delta|adapters|lora_extraction)",
     "EMR": r"tests\.emr",
     "QPiSSA": r"tests\.pissa\.test_(qpissa|quantization)",
     "PiSSA": r"tests\.pissa",
@@ -29,7 +29,7 @@ MISSING = re.compile(r"ModuleNotFoundError: No module named '(?!hf_ext)|requires
 
 def outcomes(report: Path) -> dict[str, Counter]:
     """Counts the outcomes in a JUnit report, by feature. A test that needs a package which the column lacks is "absent"."""
-    found: dict[str, Counter] = defaultdict(Counter)
+    counts: dict[str, Counter] = defaultdict(Counter)
     for case in ElementTree.parse(report).iter("testcase"):
         module = case.get("classname") or case.get("name") or ""
         feature = next(feature for feature, pattern in FEATURES.items() if re.match(pattern, module))
@@ -38,8 +38,8 @@ def outcomes(report: Path) -> dict[str, Counter]:
             outcome = "absent"
         else:
             outcome = "failed" if results & {"error", "failure"} else "skipped" if "skipped" in results else "passed"
-        found[feature][outcome] += 1
-    return found
+        counts[feature][outcome] += 1
+    return counts
 
 
 def cell(counts: Counter) -> str:

@@ -20,8 +20,8 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter
 
 from hf_ext.errors import CheckpointError
-from hf_ext.integration import compat
 from hf_ext.integration.config_change import plain
+from hf_ext.integration.in_place import tensors_of
 from hf_ext.storage.checkpoint import Checkpoint
 from hf_ext.storage.config_file import forget_encoding
 from hf_ext.storage.hub import downloaded
@@ -288,7 +288,7 @@ def fill_with_nothing(model: PreTrainedModel) -> None:
     PEFT moves adapters to the device of the base's weights, where this class computes with them.
     """
     for module in model.modules():
-        for key, tensor in compat.own_tensors(module):
+        for key, tensor in tensors_of(module):
             if tensor.is_meta:
                 empty = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
                 is_parameter = isinstance(tensor, torch.nn.Parameter)

@@ -56,7 +56,7 @@ class EMRQuantizer(DecodingQuantizer):
 
     def _process_model_after_weight_loading(self, model, **kwargs):
         super()._process_model_after_weight_loading(model, **kwargs)
-        if self.holds_plain_weights:
+        if self.source is None:
             return model
         if self.decoding is None:  # the plain way, which calls `loaded` for nothing
             with contextlib.suppress(*compat.HOST_CHANGED):

@@ -2,6 +2,7 @@
 
 import importlib
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
@@ -92,6 +93,12 @@ class UniMedConfig(PreTrainedConfig):
     @property
     def connector_input_size(self) -> int:
         return self.vision_size * (self.resampling_rate if self.resampling == "projection" else 1)
+
+
+def pair(size: int | Sequence[int]) -> tuple[int, int]:
+    """Returns height and width from a size that may be one number for both."""
+    height, width = (size, size) if isinstance(size, int) else size
+    return height, width
 
 
 def _part(config: dict | PreTrainedConfig | None, model_type: str) -> PreTrainedConfig:

@@ -118,10 +118,8 @@ def evaluate(
     generation = {"do_sample": False, "num_beams": 1} | generation
     if processor.tasks != model.config.tasks:
         raise ValueError(f"The processor has the tasks {processor.tasks}, and the model {model.config.tasks}.")
-    samples_by_name = {name: _samples(name, data, score) for name, data in datasets.items()}
-    for name, (task, _) in samples_by_name.items():
-        if task not in (None, *processor.tasks, QA):
-            raise ValueError(f"The data set '{name}': there is no task '{task}'; they are {', '.join((*processor.tasks, QA))}.")
+    tasks = (None, *processor.tasks, QA)
+    samples_by_name = {name: _samples(f"The data set '{name}'", data, tasks, score) for name, data in datasets.items()}
     metrics, predictions = {}, {}
     with evaluating(model), tqdm(total=sum(map(len, datasets.values())), desc="Answering") as bar:
         for name, data in datasets.items():
@@ -136,26 +134,23 @@ def evaluate(
 
 
 def _samples(
-    name: str, data: Sequence[Mapping[str, Any]], score: Callable[..., dict[str, float]]
+    where: str, data: Sequence[Mapping[str, Any]], tasks: Sequence[str | None], score: Callable[..., dict[str, float]]
 ) -> tuple[str, list[dict[str, Any]]]:
     """Returns the task and the samples of a data set, without images. Raises errors before any answer is generated."""
-    if not len(data):
-        raise ValueError(f"The data set '{name}' is empty.")
     samples = []
     for i in range(len(data)):
-        row = data[i]
-        check_columns(row, f"The data set '{name}': sample {i}")
+        check_columns(row := data[i], f"{where}: sample {i}")
         samples.append({key: value for key, value in row.items() if key != "image"})
-    tasks, references = {sample["task"] for sample in samples}, [sample["answer"] for sample in samples]
-    if len(tasks) > 1:
-        raise ValueError(
-            f"The data set '{name}' mixes the tasks {', '.join(sorted(map(str, tasks)))}; give a data set for each."
-        )
-    for i, reference in enumerate(references):
-        if not isinstance(reference, str):
-            raise ValueError(f"The data set '{name}': the answer of sample {i} is {reference!r}, not a text.")
-    (task,) = tasks
-    score(task, references, samples)
+        if not isinstance(row["answer"], str):
+            raise ValueError(f"{where}: the answer of sample {i} is {row['answer']!r}, not a text.")
+    if not samples:
+        raise ValueError(f"{where} is empty.")
+    task, *more = {sample["task"] for sample in samples}
+    if more:
+        raise ValueError(f"{where} mixes the tasks {', '.join(sorted(map(str, [task, *more])))}; give a data set for each.")
+    if task not in tasks:
+        raise ValueError(f"{where}: there is no task '{task}'; they are {', '.join(filter(None, tasks))}.")
+    score(task, [sample["answer"] for sample in samples], samples)
     return task, samples
 
 

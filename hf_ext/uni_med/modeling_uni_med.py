@@ -16,7 +16,7 @@ from transformers.utils import can_return_tuple, torch_compilable_check
 
 from hf_ext.integration import versions
 from hf_ext.integration.cards import name_in_text, write_card
-from hf_ext.uni_med.configuration_uni_med import IMAGE_TOKEN, UniMedConfig
+from hf_ext.uni_med.configuration_uni_med import IMAGE_TOKEN, UniMedConfig, pair
 from hf_ext.uni_med.connector import Connector, Experts, Router
 
 # The name of the keys and values of earlier tokens: `cache` from Transformers 5.24 on.
@@ -42,24 +42,11 @@ class UniMedCausalLMOutputWithPast(CausalLMOutputWithPast):
 
     Attributes:
         image_hidden_states: (images, tokens, text size), the connector's output.
-        router_weights: (images, tokens, experts) if asked for with `output_router_weights=True`.
+        router_weights: (images, tokens, experts) with `output_router_weights=True`.
     """
 
     image_hidden_states: torch.FloatTensor | None = None
     router_weights: torch.FloatTensor | None = None
-
-    @classmethod
-    def of(cls, outputs: Any, images: UniMedImageFeatures | None, with_router: bool) -> UniMedCausalLMOutputWithPast:
-        """Returns the output of a language model that had these images among its inputs."""
-        return cls(
-            loss=outputs.loss,
-            logits=outputs.logits,
-            **{CACHE: getattr(outputs, CACHE, None)},
-            hidden_states=outputs.hidden_states,
-            attentions=getattr(outputs, "attentions", None),
-            image_hidden_states=None if images is None else images.pooler_output,
-            router_weights=images.router_weights if images is not None and with_router else None,
-        )
 
 
 class UniMedPreTrainedModel(PreTrainedModel):
@@ -180,12 +167,6 @@ class UniMedForConditionalGeneration(UniMedPreTrainedModel, GenerationMixin):
             self.vision_tower.eval()
         return self
 
-    def get_input_embeddings(self) -> nn.Module:
-        return self.language_model.get_input_embeddings()
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self.language_model.set_input_embeddings(value)
-
     def get_output_embeddings(self) -> nn.Module:
         return self.language_model.get_output_embeddings()
 
@@ -218,10 +199,10 @@ class UniMedForConditionalGeneration(UniMedPreTrainedModel, GenerationMixin):
             )
         if image_tasks is not None:
             torch_compilable_check(
-                (len(image_tasks) == len(pixel_values)) and ((image_tasks >= 0) & (image_tasks < len(self.config.tasks))).all(),
+                (len(image_tasks) == len(pixel_values)) and ((image_tasks >= 0) & (image_tasks < len(tasks))).all(),
                 lambda: (
                     f"image_tasks {image_tasks.tolist()} for {len(pixel_values)} images: give one for each image, within 0…"
-                    f"{len(self.config.tasks) - 1} ({', '.join(self.config.tasks)})."
+                    f"{len(tasks) - 1} ({', '.join(tasks)})."
                 ),
             )
         options = {"interpolate_pos_encoding": True} if interpolate_pos_encoding else {}
@@ -239,7 +220,7 @@ class UniMedForConditionalGeneration(UniMedPreTrainedModel, GenerationMixin):
             return tokens.flatten(2).transpose(1, 2), (tokens.shape[2], tokens.shape[3])
         count = tokens.shape[1]
         if patch := getattr(self.config.vision_config, "patch_size", None):
-            height, width = (patch, patch) if isinstance(patch, int) else patch
+            height, width = pair(patch)
             grid = size[0] // height, size[1] // width
             if (extra := count - grid[0] * grid[1]) >= 0:
                 return tokens[:, extra:], grid
@@ -307,7 +288,15 @@ class UniMedForConditionalGeneration(UniMedPreTrainedModel, GenerationMixin):
             **{CACHE: cache},
             **kwargs,
         )
-        return UniMedCausalLMOutputWithPast.of(outputs, images, output_router_weights)
+        return UniMedCausalLMOutputWithPast(
+            loss=outputs.loss,
+            logits=outputs.logits,
+            **{CACHE: getattr(outputs, CACHE, None)},
+            hidden_states=outputs.hidden_states,
+            attentions=getattr(outputs, "attentions", None),
+            image_hidden_states=None if images is None else images.pooler_output,
+            router_weights=images.router_weights if images is not None and output_router_weights else None,
+        )
 
     def _embeddings(self, input_ids: torch.Tensor, images: UniMedImageFeatures | None, started: bool = False) -> torch.Tensor:
         """Returns embeddings (batch, length, text size), with images inserted. `started`: images came before."""
@@ -334,14 +323,11 @@ class UniMedForConditionalGeneration(UniMedPreTrainedModel, GenerationMixin):
     def _joined(self, embeddings: torch.Tensor) -> torch.Tensor:
         """Returns the embeddings with a zero gradient for the vision tower and the connector, if they are trained: it sends a
         blank image through them. In distributed training every process needs one, even if its batch has no images."""
-        parts = (self.vision_tower, self.connector)
-        if not (
-            self.training and torch.is_grad_enabled() and any(p.requires_grad for part in parts for p in part.parameters())
-        ):
+        parameters = (*self.vision_tower.parameters(), *self.connector.parameters())
+        if not (self.training and torch.is_grad_enabled() and any(parameter.requires_grad for parameter in parameters)):
             return embeddings
-        size = getattr(self.config.vision_config, "image_size", 224)
-        height, width = (size, size) if isinstance(size, int) else size
-        blank = torch.zeros(1, 3, height, width, device=self.vision_tower.device)
+        size = pair(getattr(self.config.vision_config, "image_size", 224))
+        blank = torch.zeros(1, 3, *size, device=self.vision_tower.device)
         task = blank.new_zeros(1, dtype=torch.long) if self.connector.needs_task else None
         return embeddings + 0 * self.get_image_features(blank, task, return_dict=True).pooler_output.sum().to(embeddings)
 

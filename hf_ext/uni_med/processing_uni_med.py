@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoTokenizer, BatchFeature, ProcessorMixin
 # Up to 5.17, transformers.AutoImageProcessor requires torchvision.
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
-from hf_ext.uni_med.configuration_uni_med import IMAGE_TOKEN, QA, TASKS
+from hf_ext.uni_med.configuration_uni_med import IMAGE_TOKEN, QA, TASKS, pair
 from hf_ext.uni_med.images import Image, check_rgb
 
 if TYPE_CHECKING:
@@ -102,8 +102,8 @@ class UniMedProcessor(ProcessorMixin):
         elif "num_image_tokens" not in options:
             config = AutoConfig.from_pretrained(vision)
             config = getattr(config, "vision_config", config)
-            height, width = _pair(config.image_size)
-            down, across = _pair(config.patch_size)
+            height, width = pair(config.image_size)
+            down, across = pair(config.patch_size)
             options["num_image_tokens"] = (height // down) * (width // across) // 4
         return cls(image_processor, tokenizer, **options)
 
@@ -263,11 +263,6 @@ class UniMedProcessor(ProcessorMixin):
             ]
             ids = [row if row[-1] == end else [*row, end] for row in ids]
         return ids, starts
-
-
-def _pair(size: int | Sequence[int]) -> tuple[int, int]:
-    height, width = (size, size) if isinstance(size, int) else size
-    return height, width
 
 
 def _flat(images: Any) -> list[Any]:

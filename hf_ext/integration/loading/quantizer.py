@@ -1,19 +1,17 @@
 """Loading: `quant_method` in config.json makes Transformers call a `HfQuantizer`, and the one here decodes the checkpoint.
 
 The fast way decodes each payload when its turn comes (decoding.py). It depends on internals of Transformers. Where these have
-changed, the plain way decodes to temporary files first, and Transformers loads those. With HF_EXT_DECODED, these files stay.
-Where the processes of a job shard the weights, they load the plain way, too: one process of each node decodes for all of them.
+changed, the plain way decodes to temporary files first, and Transformers loads those (plain_files.py). With HF_EXT_DECODED,
+these files stay. Where the processes of a job shard the weights, one process of each node decodes to files for all of them.
+
+The hooks below stand in the order in which `from_pretrained` calls them.
 """
 
 from __future__ import annotations
 
-import os
-import weakref
 from abc import abstractmethod
-from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory, TemporaryFile
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,9 +24,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from hf_ext.errors import CheckpointError, CorruptFileError
 from hf_ext.integration import compat, versions
 from hf_ext.integration.loading import ranks, rehearsal
-from hf_ext.storage.decoded import FOLDER, decoded_folder, place_for
-from hf_ext.storage.plain_writer import write_files
-from hf_ext.storage.safetensors_file import ComputedFile, SafetensorsFile
+from hf_ext.integration.loading.plain_files import PlainFiles
+from hf_ext.storage.safetensors_file import SafetensorsFile
 from hf_ext.storage.source import TensorSource
 from hf_ext.storage.weights import KEY
 
@@ -43,8 +40,8 @@ HOOKS = (
     "preprocess_model",
     "_process_model_before_weight_loading",
     "update_weight_conversions",
-    "_process_model_after_weight_loading",
     "postprocess_model",
+    "_process_model_after_weight_loading",
 )
 
 
@@ -75,14 +72,14 @@ class DecodingConfig(QuantizationConfigMixin):
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs):
         """Reads the entry of a config.json. `from_pretrained(…, quantization_config=…)` then quantizes the decoded weights."""
-        config = super().from_dict(config_dict, return_unused_kwargs, **kwargs)
         requested = compat.requested_quantization(AutoHfQuantizer)
-        if requested is not None and not isinstance(requested, DecodingConfig):
-            # Transformers compares the names of the two classes, and warns that it ignores the requested config.
-            name = type(requested).__name__
-            config.__class__ = type(name, (cls,), {"requested": requested})
-            logger.warning_once(f"The weights are decoded, then quantized as this {name} says: it is not ignored.")
-        return config
+        if requested is None or isinstance(requested, DecodingConfig):
+            return super().from_dict(config_dict, return_unused_kwargs, **kwargs)
+        logger.warning_once(
+            f"The weights are decoded, then quantized as this {type(requested).__name__} says: it is not ignored."
+        )
+        kind: type[DecodingConfig] = compat.accepted_beside(requested, cls)
+        return super(DecodingConfig, kind).from_dict(config_dict, return_unused_kwargs, **kwargs)
 
 
 class DecodingQuantizer(HfQuantizer):
@@ -91,6 +88,8 @@ class DecodingQuantizer(HfQuantizer):
     Attributes:
         plain: error message for a plain checkpoint that is loaded with this config.
         advice: what to do where weights cannot be decoded during loading.
+        source: the checkpoint's weights; None if its files hold plain weights, against what its config.json says.
+        then: the quantizer of the quantization that was requested of `from_pretrained`; None without one.
 
     Raises:
         BaseModelError: from `from_pretrained`, as the errors below: the base is missing, or is another model than the
@@ -100,29 +99,27 @@ class DecodingQuantizer(HfQuantizer):
     """
 
     requires_calibration = False
+    is_trainable = True
     quantization_config: DecodingConfig
     plain: str
     advice: str
-    source: TensorSource
-    holds_plain_weights = False  # against what its config.json says
-    files: list[str]  # Transformers reads the files that this list names after all hooks
+    files: PlainFiles  # if there is a source
+
+    @abstractmethod
+    def open(self, model: PreTrainedModel, files: list[Path]) -> TensorSource:
+        """Returns the plain tensors that these files encode, by the names in the files."""
 
     def __init__(self, quantization_config: DecodingConfig, **kwargs):
         super().__init__(quantization_config, **kwargs)
         if not self.pre_quantized:
             raise CheckpointError(self.plain)
+        self.source: TensorSource | None = None
         self.decoding: Decoding | None = None  # of the fast way
-        self.decoded: TemporaryDirectory | None = None  # of the plain way
-        self.held = ExitStack()  # the decoded files that the model is loaded from
         self.then: HfQuantizer | None = None
         if quantization_config.requested is not None:
             self.then = AutoHfQuantizer.from_config(quantization_config.requested, pre_quantized=False)
             for method in ("update_device_map", "adjust_max_memory", "param_element_size", "param_needs_quantization"):
                 setattr(self, method, getattr(self.then, method))
-
-    @abstractmethod
-    def open(self, model: PreTrainedModel, files: list[Path]) -> TensorSource:
-        """Returns the plain tensors that these files encode, by the names in the files."""
 
     def validate_environment(self, *args, **kwargs):
         _require_transformers(self.advice)
@@ -131,8 +128,7 @@ class DecodingQuantizer(HfQuantizer):
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
         # For dtype="auto" without a dtype in config.json, Transformers takes the payloads' type, uint8.
-        if dtype == torch.uint8 and self.quantization_config.dtype is not None:
-            stored = self.quantization_config.dtype
+        if dtype == torch.uint8 and (stored := self.quantization_config.dtype) is not None:
             named = getattr(torch, stored, None) if isinstance(stored, str) else None
             if not isinstance(named, torch.dtype):
                 raise CheckpointError(f"config.json is damaged: {stored!r} is not a dtype. Download or save the folder again.")
@@ -149,15 +145,18 @@ class DecodingQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model, checkpoint_files: list[str] | None = None, **kwargs):
         # Transformers replaces errors during loading by a generic one, so everything that can be checked is checked here.
-        self.files = checkpoint_files or []
+        names = checkpoint_files or []
         if compat.shards_while_loading(model):
-            self._load_together(model)
-        else:
-            self._open(model)
+            with ranks.together() as run:
+                if all(run(lambda: self._open(model, names))):
+                    self.files.use_shared(run)
+        elif self._open(model, names) and not rehearsal.is_running():
+            self.files.use_kept()
         return model
 
-    def _open(self, model: PreTrainedModel) -> None:
-        files = [Path(path) for path in self.files if Path(path).suffix == ".safetensors"]
+    def _open(self, model: PreTrainedModel, names: list[str]) -> bool:
+        """Opens the files. Returns false if they hold plain weights."""
+        files = [Path(name) for name in names if Path(name).suffix == ".safetensors"]
         if not files:
             raise CheckpointError(
                 f"A checkpoint of {type(self.quantization_config).quant_method} is read from safetensors files, not from a "
@@ -165,110 +164,33 @@ class DecodingQuantizer(HfQuantizer):
             )
         try:
             self.source = self.open(model, files)
+            self.files = PlainFiles(names, self.source)
         except CorruptFileError:
             if not are_plain(files):
                 raise
-            self.holds_plain_weights = True
-
-    def _load_together(self, model: PreTrainedModel) -> None:
-        """Loads plain files that the first process of each node decodes for the others.
-
-        The files have no names, so that the system removes them with the last process that needs them, however it ends.
-        """
-        with ranks.together() as run, ExitStack() as writing:
-            run(lambda: self._open(model))
-            nodes = run(ranks.node)
-            first = nodes.index(ranks.node())
-            folders = run(lambda: str(self._decode_for_node(writing)) if first == ranks.rank() else None)
-            run(lambda: self._hold(Path(folders[first])))
-
-    def _decode_for_node(self, writing: ExitStack) -> Path:
-        """Returns a folder of plain files, of which the temporary ones stay until `writing` is closed."""
-        if self.holds_plain_weights:
-            return Path(self.files[0]).parent
-        if (kept := self._kept_folder()) is not None:
-            return kept
-        files = self._decoded_files()
-        place = place_for(files, shared=True)
-        links = ranks.links_to({file.path.name: writing.enter_context(TemporaryFile(dir=place)) for file in files})
-        folder = Path(writing.enter_context(links))
-        write_files(files, folder, "Decoding")
-        return folder
-
-    def _hold(self, folder: Path) -> None:
-        names = [Path(path).name for path in self.files]
-        self.decoded = ranks.links_to({name: self.held.enter_context(open(folder / name, "rb")) for name in names})
-        self.held.callback(self.decoded.cleanup)
-        self._load_from(Path(self.decoded.name))
+        return self.source is not None
 
     def update_parallel_plan(self, model, plan) -> None:
         """Does nothing, as decoding adds no parameters to the model. Transformers would walk through all parameters, twice."""
 
     def update_weight_conversions(self, weight_conversions: list, *args, **kwargs) -> list:
-        if self.holds_plain_weights or self.decoded is not None:
-            self._load_plainly()
-            return weight_conversions
-        if (kept := self._kept_folder()) is not None:
-            self._load_from(kept)
-            return weight_conversions
-        try:
-            rehearsal.require_success()
-            from hf_ext.integration.loading.decoding import Decoding
-
-            self.decoding = Decoding(self, self.model, weight_conversions)
-        except compat.HOST_CHANGED as error:
-            if rehearsal.is_running():
-                raise
-            compat.warn_of_plain_loading(error)
-            files = self._decoded_files()
-            self.decoded = TemporaryDirectory(prefix="hf_ext-", dir=place_for(files), ignore_cleanup_errors=True)
-            self.held.callback(self.decoded.cleanup)
-            write_files(files, Path(self.decoded.name), "Decoding")
-            self._load_from(Path(self.decoded.name))
-            return weight_conversions
-        return self.decoding.conversions
-
-    def _kept_folder(self) -> Path | None:
-        """Returns the folder of the decoded files that stay; None without one."""
-        if os.environ.get(FOLDER) and not rehearsal.is_running():
+        if self.source is not None and not self.files.are_in_use:
             try:
-                return decoded_folder(self.source.digest, self._decoded_files(), self.held)
-            except CheckpointError as error:
-                logger.warning_once(f"{error} The weights are decoded in memory.")
-        return None
+                rehearsal.require_success()
+                from hf_ext.integration.loading.decoding import Decoding
 
-    def _decoded_files(self) -> list[ComputedFile]:
-        """Returns plain files for those that Transformers is about to load, under the same names."""
-        files = []
-        for path in map(Path, self.files):
-            names = [name for name in SafetensorsFile(path).entries if name in self.source]
-            tensors = {name: self.source.entry(name)[:2] for name in names}
-            files.append(ComputedFile(path.name, tensors, self.source.read, {"format": "pt"}))
-        return files
-
-    def _load_from(self, folder: Path) -> None:
-        """Replaces the files that Transformers is about to load by the plain ones of a folder."""
-        self.files[:] = [str(folder / Path(path).name) for path in self.files]
-        self._load_plainly()
-
-    def _load_plainly(self) -> None:
-        """Lets Transformers cast the plain weights that it loads, and quantize them as requested."""
+                self.decoding = Decoding(self, self.model, weight_conversions)
+                return self.decoding.conversions
+            except compat.HOST_CHANGED as error:
+                if rehearsal.is_running():
+                    raise
+                compat.warn_of_plain_loading(error)
+                self.files.use_temporary()
+        # Transformers casts the plain weights that it loads, and quantizes them as requested.
         self.pre_quantized = False  # in Transformers 5.16, renamed weights would keep the type that they are stored in
         if self.then is not None:
             self.get_quantize_ops = self.then.get_quantize_ops
-
-    def quantize(self, tensors: dict[str, Any], model: PreTrainedModel, **kwargs) -> dict[str, Any]:
-        """Quantizes decoded parameters, by their names in the model, where the requested quantization concerns them."""
-        if self.then is None:
-            return tensors
-        quantized: dict[str, Any] = {}
-        for name, tensor in tensors.items():
-            if self.then.param_needs_quantization(model, name):
-                operation = self.then.get_quantize_ops()
-                quantized |= operation.convert({name: tensor}, **kwargs | {"model": model, "full_layer_name": name})
-            else:
-                quantized[name] = tensor
-        return quantized
+        return weight_conversions
 
     def loaded(self, target: str, names: dict[str, list[str]], converter: Any) -> None:
         """Called when the tensors `names` (by the converter's source pattern) have been decoded for the parameter `target`."""
@@ -283,10 +205,8 @@ class DecodingQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model, **kwargs):
         if self.decoding is not None:
             self.decoding.finish(model)
-        elif "disk" in (getattr(model, "hf_device_map", None) or {}).values():
-            weakref.finalize(model, self.held.close)  # offloaded weights stay in these files
-        else:
-            self.held.close()
+        elif self.source is not None:
+            self.files.release(model)
         self.model, self.weights = None, {}
         vars(model).pop("is_quantized", None)
         if self.then is not None:
@@ -296,10 +216,6 @@ class DecodingQuantizer(HfQuantizer):
         return model
 
     def is_serializable(self) -> bool:
-        return True
-
-    @property
-    def is_trainable(self) -> bool:
         return True
 
 

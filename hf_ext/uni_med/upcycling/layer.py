@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -144,8 +144,8 @@ class MixtureProjector(nn.Module, BaseTunerLayer):
     adapter_layer_names = ("lora_experts", "lora_router")
     base_layer: nn.Module
     layers: Layers
-    lora_experts: nn.ModuleDict
-    lora_router: nn.ModuleDict
+    lora_experts: Any  # an nn.ModuleDict of Experts, by adapter
+    lora_router: Any  # an nn.ModuleDict of TaskRouter or FixedRouter
     active_adapters: list[str]
     merged_adapters: list[str]
     set_adapter: Callable[..., None]
@@ -172,20 +172,13 @@ class MixtureProjector(nn.Module, BaseTunerLayer):
             raise ValueError("The model has merged adapters. Call unmerge_adapter() before you add another.")
         shapes = shapes_of(self.base_layer, self.layers)
         learned = config.router in ("soft", "sparse") and config.num_experts > 1
-        self.lora_experts[adapter_name] = Experts(config, shapes, rank, alpha)
-        self.lora_router[adapter_name] = TaskRouter(config, shapes[0][0]) if learned else FixedRouter(config)
-        if self.lora_experts[adapter_name].A_0.device.type != "meta":
-            for part in (self.lora_experts, self.lora_router):
-                part[adapter_name].to(next(self.base_layer.parameters()).device)
+        experts = Experts(config, shapes, rank, alpha)
+        router = TaskRouter(config, shapes[0][0]) if learned else FixedRouter(config)
+        if experts.A[0].device.type != "meta":
+            device = next(self.base_layer.parameters()).device
+            experts, router = experts.to(device), router.to(device)
+        self.lora_experts[adapter_name], self.lora_router[adapter_name] = experts, router
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
-
-    def experts(self, adapter: str) -> Experts:
-        """Returns the experts of an adapter."""
-        return cast(Experts, self.lora_experts[adapter])
-
-    def router(self, adapter: str) -> TaskRouter | FixedRouter:
-        """Returns the router of an adapter."""
-        return cast("TaskRouter | FixedRouter", self.lora_router[adapter])
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         active = [name for name in self.active_adapters if name in self.lora_experts]
@@ -193,7 +186,7 @@ class MixtureProjector(nn.Module, BaseTunerLayer):
             return self.base_layer(*args, **kwargs)
         if len(active) > 1:
             raise ValueError(f"A projector has one mixture at a time, not {', '.join(active)}. Call set_adapter with one name.")
-        self._mixing = mixing = _Mixing(self.experts(active[0]), self.router(active[0]), self.tasks)
+        self._mixing = mixing = _Mixing(self.lora_experts[active[0]], self.lora_router[active[0]], self.tasks)
         try:
             output = self.base_layer(*args, **kwargs)
         finally:
@@ -249,7 +242,7 @@ class MixtureProjector(nn.Module, BaseTunerLayer):
         weights = weights_of(self.base_layer, self.layers)
         if not all(weight.is_floating_point() for weight in weights):
             raise ValueError("The projector is quantized, so the mixture cannot be merged. Load the base in full precision.")
-        return [self.experts(adapter).merged(index) for index in range(len(weights))]
+        return [self.lora_experts[adapter].merged(index) for index in range(len(weights))]
 
     def unload_and_optionally_merge_module(self, merge: bool, safe_merge: bool, adapter_names: list[str] | None) -> nn.Module:
         if merge:
@@ -288,8 +281,8 @@ class _Mixing:
         self.inputs = self.inputs.unflatten(1, (self.experts.config.num_experts, -1))
         # As the weights' sum is 1, this is the weighted sum. While the experts agree it is the projector's own, bit for bit.
         first = self.inputs[:, 0]
-        others = (self.inputs - first[:, None]).to(weights.dtype)
-        mixed = first + torch.einsum("te,teh->th", weights.expand(len(first), -1), others).to(first.dtype)
+        differences = (self.inputs - first[:, None]).to(weights.dtype)
+        mixed = first + torch.einsum("te,teh->th", weights.expand(len(first), -1), differences).to(first.dtype)
         return mixed.reshape(*inputs.shape[:-1], -1)
 
     def add_change(self, index: int, output: torch.Tensor) -> torch.Tensor:

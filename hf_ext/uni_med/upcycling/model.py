@@ -71,8 +71,8 @@ class CMoEModel(LoraModel):
         alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern, current_key), config.lora_alpha)
         mixture.update_layer(adapter_name, config, rank, alpha)
         if adapter_name not in self.active_adapters:
-            mixture.experts(adapter_name).requires_grad_(False)
-            mixture.router(adapter_name).requires_grad_(False)
+            mixture.lora_experts[adapter_name].requires_grad_(False)
+            mixture.lora_router[adapter_name].requires_grad_(False)
 
     def _check_mixtures(self, adapter_names: list[str] | None) -> None:
         for module in self.model.modules():

@@ -35,7 +35,7 @@ def diverge(model, std: float = 1.0) -> None:
     """Gives each expert a change, as training does."""
     torch.manual_seed(1)
     for mixture in mixtures(model):
-        for B in mixture.experts("default").B:
+        for B in mixture.lora_experts["default"].B:
             nn.init.normal_(B, std=std)
 
 
@@ -95,7 +95,7 @@ def test_the_mixture_is_the_weighted_sum_of_projectors(family, router):
     diverge(adapter)
     (mixture,) = mixtures(adapter)
     mixture.double()
-    experts, tokens, projectors = mixture.experts("default"), [], []
+    experts, tokens, projectors = mixture.lora_experts["default"], [], []
     for expert in range(3):
         projector = copy.deepcopy(mixture.base_layer)
         names = [*mixture.layers.hidden, mixture.layers.output]
@@ -115,7 +115,7 @@ def test_the_mixture_is_the_weighted_sum_of_projectors(family, router):
         output = mixture(features)
         hook.remove()
         flat = tokens[0].flatten(0, -2)
-        weights = mixture.router("default").weights(flat, -1).double().expand(len(flat), -1)
+        weights = mixture.lora_router["default"].weights(flat, -1).double().expand(len(flat), -1)
         assert torch.allclose(weights.sum(1), torch.ones(len(flat), dtype=torch.float64))
         parts = torch.stack([projector(features).flatten(0, -2) for projector in projectors], 1)
     torch.testing.assert_close(output.flatten(0, -2), (weights[:, :, None] * parts).sum(1), rtol=1e-6, atol=1e-6)
@@ -126,7 +126,7 @@ def test_unknown_tasks_have_the_mean_of_all():
     adapter = adapted(model)
     diverge(adapter)
     (mixture,) = mixtures(adapter)
-    router = mixture.router("default")
+    router = mixture.lora_router["default"]
     nn.init.normal_(router.task_tokens)
     of_task = logits(adapter, inputs, tasks=["vqa"] * 3)
     unknown = logits(adapter, inputs)
@@ -246,7 +246,7 @@ def test_trainer_with_gradient_checkpointing(tmp_path):
     samples = [{name: value[i] for name, value in inputs.items()} | {"tasks": task} for i, task in enumerate(MIXED)]
     Trainer(adapter, arguments, train_dataset=samples * 2, data_collator=collate).train()
     (mixture,) = mixtures(adapter)
-    assert all(B.abs().max() > 0 for B in mixture.experts("default").B)
+    assert all(B.abs().max() > 0 for B in mixture.lora_experts["default"].B)
     trained = logits(adapter.eval(), inputs, tasks=MIXED)
     loaded = PeftModel.from_pretrained(build("llava")[0].to(adapter.device), tmp_path / "checkpoint-4").eval()
     torch.testing.assert_close(logits(loaded, inputs, tasks=MIXED), trained)
