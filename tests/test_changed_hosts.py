@@ -210,7 +210,7 @@ def test_a_switch_without_host_support_changes_nothing(tmp_path, monkeypatch):
 def test_a_model_that_cannot_be_built_is_an_error_of_merging(tmp_path, monkeypatch, how):
     base, tasks = write_tasks(tmp_path, {"trec": 6, "cr": 2})
     if how == "host":
-        monkeypatch.setattr(weight_plan.compat, "model_of", fails)
+        monkeypatch.setattr(weight_plan.compat, "without_weights", fails)
     else:
         for folder in tasks.values():
             edit_config(folder, num_attention_heads=5)

@@ -137,8 +137,7 @@ def targets_that_load(model: nn.Module, config: LoraConfig) -> tuple[set[str], s
     if not isinstance(model, PreTrainedModel) or not compat.converts_adapters(model) or compat.shards_by_zero3():
         return set(), set()
     try:
-        with torch.device("meta"), compat.no_init_weights():
-            skeleton = compat.model_of(type(model), deepcopy(model.config))
+        skeleton = compat.without_weights(type(model), deepcopy(model.config))
     except Exception:  # a class of someone's own may need more than a configuration
         return set(), set()
     targets = compat.linear_targets(config, skeleton)

@@ -201,7 +201,7 @@ class SetTask:
         """Returns the weights that the active task has no tensors for, such as a new head."""
         task = self.model.active_task
         if task not in self._made:
-            self._made[task] = weights.made_from(self.merged.source(task))
+            self._made[task] = weights.weights_in(self.merged.source(task))
         names = sorted(self._names & weights.tensors.keys() - self._made[task])
         return [name for name in names if not weights.tensors[name].is_meta]
 

@@ -2,7 +2,7 @@
 uses private names, except for those of loading in loading/: where one of these is gone, loading takes the plain way.
 
 The entries stand by library: any, Transformers (loading, models, registries), PEFT, diffusers, accelerate and DeepSpeed,
-PyTorch. The last lines of each docstring are: the names, what needs them, and what happens where they are gone.
+PyTorch. A docstring ends with the names, what needs them, and what happens where they are gone.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from copy import deepcopy
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -91,9 +91,8 @@ def converts_on_cpu() -> bool:
 def hub_settings(owner: type) -> Hub:
     """Returns `token`, `cache_dir` and `local_files_only` of the `from_pretrained` that loads a model at this moment.
 
-    Names: local variables of `from_pretrained` of the class `owner`, in Transformers or diffusers. For: finding the base of a
-    checkpoint, because quantizers do not get these settings. Gone: the settings of the environment are used (HF_TOKEN,
-    HF_HUB_CACHE, HF_HUB_OFFLINE)."""
+    Names: local variables of `from_pretrained` of `owner`, as quantizers do not get these. For: finding a base. Gone: those of
+    the environment (HF_TOKEN, HF_HUB_CACHE, HF_HUB_OFFLINE)."""
     variables = variables_of_caller(owner, "from_pretrained") or {}
     return Hub(**{name: variables[name] for name in Hub._fields if name in variables})
 
@@ -110,8 +109,7 @@ def accepted_beside(requested: Any, kind: type) -> type:
     """Returns a subclass of a quantization config's class, with a requested config of another class as `requested`, that
     Transformers accepts beside that.
 
-    Name: none; Transformers compares the names of the two classes. For: quantizing decoded weights. Gone: another comparison
-    refuses the requested config."""
+    Transformers compares the names of the classes. For: quantizing decoded weights. Gone: it refuses the requested config."""
     return type(type(requested).__name__, (kind,), {"requested": requested})
 
 
@@ -139,9 +137,8 @@ def own_quantization(config: Any) -> Any:
 def check_each_load(check: Callable[[Mapping[str, Any]], None]) -> None:
     """Calls a function with the local variables of each `from_pretrained` of Transformers, when it has its files and quantizer.
 
-    Names: the weight conversions "legacy" of `conversion_mapping`, which Transformers copies for each load, `WeightRenaming`,
-    and the local variables. For: refusing to load compressed weights without a decoder. Gone: nothing calls the function, and
-    Transformers reports mismatched sizes."""
+    Names: the conversions "legacy" of `conversion_mapping`, which each load copies, and `WeightRenaming`. For: compressed
+    weights without a decoder. Gone: nothing calls the function, and Transformers reports mismatched sizes."""
     with suppress(*HOST_CHANGED):
         from transformers import PreTrainedModel
         from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
@@ -161,30 +158,25 @@ def check_each_load(check: Callable[[Mapping[str, Any]], None]) -> None:
 # ---- Transformers: models and their files ----
 
 
-def model_of(kind: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
-    """Returns a model of a configuration, as `AutoModel.from_config` builds it.
+def without_weights(kind: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
+    """Returns a model of a configuration on the meta device, as `AutoModel.from_config` builds it.
 
-    Name: `_from_config`, which gives the configurations of the model's parts its dtype. For: models without weights, whose
-    names and shapes are read. Gone: the parts keep their dtype."""
-    return getattr(kind, "_from_config", kind)(config)
+    Names: `_from_config`, which gives the configurations of the model's parts its dtype, and `initialization.no_init_weights`.
+    For: whoever reads the names and shapes of weights. Gone: the parts keep their dtype, and building takes longer."""
+    import torch
 
-
-def no_init_weights() -> AbstractContextManager[object]:
-    """Returns a context in which Transformers does not initialize a model's weights.
-
-    Name: `initialization.no_init_weights`. For: models without weights. Gone: they take longer."""
     try:
         from transformers.initialization import no_init_weights
     except ImportError:
-        return nullcontext()
-    return no_init_weights()
+        no_init_weights = nullcontext
+    with torch.device("meta"), no_init_weights():
+        return getattr(kind, "_from_config", kind)(config)
 
 
 def config_of(kind: type[PretrainedConfig], entries: dict) -> PretrainedConfig:
     """Returns the configuration of a config.json's entries, as `from_pretrained` reads it.
 
-    Name: `_decode_special_floats`, because JSON has no infinite numbers. For: whoever reads a config.json of a checkpoint that
-    is not being loaded. Gone: a configuration with an infinite number is refused as invalid."""
+    Name: `_decode_special_floats`, as JSON has no infinities. For: switching, merging. Gone: a config with one is invalid."""
     decode = getattr(kind, "_decode_special_floats", deepcopy)
     return kind.from_dict(decode(deepcopy(entries)))
 
@@ -192,8 +184,7 @@ def config_of(kind: type[PretrainedConfig], entries: dict) -> PretrainedConfig:
 def generation_of(entries: dict) -> GenerationConfig:
     """Returns the settings of a generation_config.json, as `from_pretrained` reads it.
 
-    Name: `_original_object_hash`, by which saving tolerates invalid settings that are unchanged. For: switching. Gone: saving
-    refuses these settings."""
+    Name: `_original_object_hash`. For: switching, as saving refuses invalid settings if they are new. Gone: it refuses them."""
     from transformers import GenerationConfig
 
     settings = GenerationConfig.from_dict(deepcopy(entries))
@@ -222,8 +213,7 @@ def unsaved(model: PreTrainedModel) -> set[str]:
 def let_serve_load(config: type[PretrainedConfig], model: type[PreTrainedModel]) -> None:
     """Lets `transformers serve` load a model of images and text whose class is not in Transformers.
 
-    Names: `AutoModelForMultimodalLM`, `MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES`. For: Uni-Med. Gone: `transformers serve` does
-    not load it."""
+    Names: the mappings imported here. For: Uni-Med. Gone: `transformers serve` does not load it."""
     try:
         from transformers import AutoModelForMultimodalLM
         from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
@@ -236,8 +226,8 @@ def let_serve_load(config: type[PretrainedConfig], model: type[PreTrainedModel])
 def register_part(config: type[PretrainedConfig], model: type[PreTrainedModel]) -> None:
     """Lets `AutoModel` build a model that Transformers registers only as a part of another.
 
-    Names: `_model_mapping` and its `_extra_content`: up to Transformers 5.18, `register` ignores its own configurations. For:
-    the vision tower of Uni-Med's paper. Gone: an error that registration turns into a warning; other towers work."""
+    Names: `_model_mapping._extra_content`, as `register` ignores its own configs up to Transformers 5.18. For: the vision tower
+    of Uni-Med's paper. Gone: a warning; other towers work."""
     from transformers import AutoModel
 
     AutoModel.register(config, model, exist_ok=True)
@@ -262,9 +252,8 @@ def loads_weights_later() -> bool:
 def add_peft_type(name: str) -> None:
     """Adds a member to `PeftType`, under which `register_peft_method` then takes a method.
 
-    Names: `_member_map_`, `_value2member_map_` and `_member_names_` of Python's enumerations. For: PiSSA, QPiSSA, CMoE: PEFT
-    and Transformers need a member, as a text has no `.value`. Gone: an error that registration turns into a warning; the method
-    is not available."""
+    Names: `_member_map_`, `_value2member_map_`, `_member_names_` of enumerations. For: PiSSA, QPiSSA, CMoE. Gone: a warning,
+    and the method is not available."""
     from peft import PeftType
 
     if name not in PeftType.__members__:
@@ -293,9 +282,8 @@ def require_methods(kind: type, *names: str) -> None:
 class NamedAsInStateDict:
     """A model whose modules have the names that its state dict's keys begin with.
 
-    Names: `_checkpoint_wrapped_module` and `_fsdp_wrapped_module` of PyTorch's wrappers, which the keys leave out. For: saving
-    and loading PiSSA and CMoE, because from 0.21 on PEFT selects an adapter's tensors by the names of modules. Gone:
-    `require_modules` raises an error."""
+    Names: `_checkpoint_wrapped_module`, `_fsdp_wrapped_module`, which the keys leave out. For: saving and loading PiSSA and
+    CMoE, as PEFT 0.21 selects tensors by the names of modules. Gone: `require_modules` raises an error."""
 
     WRAPPERS = re.compile(r"(^|\.)(_checkpoint_wrapped_module|_fsdp_wrapped_module)(?=\.|$)")
 
@@ -330,8 +318,7 @@ def adapts_parameter(module: torch.nn.Module) -> bool:
 def converts_adapters(model: PreTrainedModel) -> bool:
     """Checks whether PEFT may rename or merge the tensors of a LoRA, or move its targets, for this type of model.
 
-    Name: Transformers' `get_checkpoint_conversion_mapping`, which PEFT asks. For: the targets of PiSSA. Gone: true; all targets
-    are tried."""
+    Name: `get_checkpoint_conversion_mapping`, which PEFT asks. For: the targets of PiSSA. Gone: true; all targets are tried."""
     try:
         from transformers.conversion_mapping import get_checkpoint_conversion_mapping
     except ImportError:
@@ -342,8 +329,7 @@ def converts_adapters(model: PreTrainedModel) -> bool:
 def linear_targets(config: LoraConfig, model: torch.nn.Module) -> set[str]:
     """Returns the linear layers of a model that are targets of a LoRA.
 
-    Names: `_maybe_include_all_linear_layers`, `check_target_module_exists`. For: the targets of PiSSA. Gone: none; no target is
-    tried."""
+    Names: those imported here. For: the targets of PiSSA. Gone: none; no target is tried."""
     import torch
     from transformers.pytorch_utils import Conv1D
 
@@ -363,8 +349,7 @@ def linear_targets(config: LoraConfig, model: torch.nn.Module) -> set[str]:
 def forget_quantization(model: Any) -> None:
     """Makes diffusers treat a model that is about to be loaded as an ordinary one, without a `quantization_config`.
 
-    Name: `_internal_dict`. For: loading compressed models of diffusers. Gone: a saved copy of the model keeps the entry, and
-    loads with a warning."""
+    Name: `_internal_dict`. For: compressed models of diffusers. Gone: saved copies keep the entry, and load with a warning."""
     vars(model).pop("is_quantized", None)
     vars(model).pop("quantization_method", None)
     if (config := getattr(model, "_internal_dict", None)) is not None:
@@ -384,7 +369,7 @@ def is_offloaded(layer: torch.nn.Module) -> bool:
 def point_offloaded_ties_at_decoded_weights(model: PreTrainedModel) -> None:
     """Lets an offloaded weight share the decoded copy on disk of the weight that it is tied to.
 
-    Names: `_hf_hook.weights_map.dataset.index`. Transformers reads such a weight from the checkpoint, which holds a payload.
+    Names: `_hf_hook.weights_map.dataset.index`; Transformers reads such a weight from the checkpoint, which holds a payload.
     For: decoding during loading. Gone: the use of the weight fails, because its payload has another shape."""
     maps = (getattr(getattr(module, "_hf_hook", None), "weights_map", None) for module in model.modules())
     indices = (getattr(getattr(weights, "dataset", None), "index", None) for weights in maps)
@@ -409,8 +394,7 @@ def shards_while_loading(model: PreTrainedModel) -> bool:
     """Checks whether each process of a job loads a part of the weights. The processes can then exchange objects: with ZeRO-3,
     DeepSpeed prepares that, as it does for a plain checkpoint.
 
-    Name: `distributed_config` of Transformers' configurations. For: loading. Gone: false without ZeRO-3; then the processes
-    load damaged payloads, which is an error."""
+    Name: `distributed_config`. For: loading. Gone: false without ZeRO-3; loading fails, as each reads a part of a payload."""
     if is_zero3 := shards_by_zero3():
         import deepspeed
 
@@ -454,8 +438,7 @@ def partition_by_zero3(model: PreTrainedModel) -> None:
 def unsaved_buffers(module: torch.nn.Module) -> Set[str]:
     """Returns the names of a module's own buffers that are not in its state dict.
 
-    Name: `_non_persistent_buffers_set`. For: switching. Gone: none; modules whose constructors derive such buffers from other
-    sizes are switched as others are."""
+    Name: `_non_persistent_buffers_set`. For: switching. Gone: none; modules whose buffers depend on sizes are switched."""
     return getattr(module, "_non_persistent_buffers_set", frozenset())
 
 

@@ -105,8 +105,7 @@ def _skeleton(
 ) -> tuple[PretrainedConfig, PreTrainedModel]:
     """Returns the configuration of a config.json, as the class of a model changes it, and its model without weights."""
     config = compat.config_of(kind, json.loads(text))
-    with torch.device("meta"), compat.no_init_weights():
-        return config, compat.model_of(model, config)
+    return config, compat.without_weights(model, config)
 
 
 def _structure(config: dict) -> dict:
@@ -126,11 +125,11 @@ def _sizes(first: dict[str, torch.nn.Module], second: dict[str, torch.nn.Module]
             if type(value) in (int, float, str, bool, tuple, type(None)) and vars(before).get(key, value) != value
         }
         changed.pop("name_or_path", None)
-        other = type(before).__name__ != type(after).__name__  # parametrized modules have a class each
+        differs = type(before).__name__ != type(after).__name__  # parametrized modules have a class each
         # The constructor derived other state from these attributes.
         deep = tuple in map(type, changed.values()) or changed and compat.unsaved_buffers(after)
-        if other or deep:
-            what = f"a {type(before).__name__} and a {type(after).__name__}" if other else f"of other {', '.join(changed)}"
+        if differs or deep:
+            what = f"a {type(before).__name__} and a {type(after).__name__}" if differs else f"of other {', '.join(changed)}"
             raise CheckpointError(
                 f"'{path}' is {what} in the two models, so that one cannot become the other. Load it with from_pretrained."
             )

@@ -104,27 +104,27 @@ class LiveWeights:
         names_of: dict[Any, list[str]] = {}
         for name, weight in self.tensors.items():
             names_of.setdefault((weight.data_ptr(), weight.shape) if weight.numel() else name, []).append(name)
-        made = self.made_from(source)
+        stored = self.weights_in(source)
         for names in names_of.values():
-            if not made & {*names} and not compat.unsaved(self.model) & {*names}:
+            if not stored & {*names} and not compat.unsaved(self.model) & {*names}:
                 raise CheckpointError(
                     f"{source} has no tensor for '{names[0]}' of this {type(self.model).__name__}: it is a checkpoint of "
                     "another class, or incomplete."
                 )
-            first, *others = [name for name in names if name in loaded_of] or names[:1]
-            for name in others:
-                stored, other = (source.read(loaded_of[key].all_names()[0]).data for key in (first, name))
-                if not np.array_equal(stored, other):
+            first, *aliases = [name for name in names if name in loaded_of] or names[:1]
+            for name in aliases:
+                one, other = (source.read(loaded_of[key].all_names()[0]).data for key in (first, name))
+                if not np.array_equal(one, other):
                     raise CheckpointError(
                         f"{source} has two different tensors '{first}' and '{name}', which are one weight in this model. "
                         f"{advice}"
                     )
 
-    def made_from(self, source: TensorSource) -> set[str]:
+    def weights_in(self, source: TensorSource) -> set[str]:
         """Returns the weights that a source has tensors for, and those that are tied to them."""
         plan = [loaded for loaded in self.plan if loaded.is_in(source)]
-        made = {target for loaded in plan for target in loaded.shapes(self.model, source)}
-        return made | {name for tie in self.model.all_tied_weights_keys.items() if made & {*tie} for name in tie}
+        stored = {target for loaded in plan for target in loaded.shapes(self.model, source)}
+        return stored | {name for tie in self.model.all_tied_weights_keys.items() if stored & {*tie} for name in tie}
 
     def memory(self, loaded: Loaded, entry: Entry) -> np.ndarray | None:
         """Returns the bytes of a weight if they can be overwritten by those of a tensor; None otherwise."""
@@ -206,11 +206,11 @@ class LiveWeights:
 
         The model ties these two, but they are not one in memory: parts of a model on several devices, for instance.
         """
-        made = {loaded.target for loaded in self.plan}
+        complete = {loaded.target for loaded in self.plan}
         ties, copies = [*self.model.all_tied_weights_keys.items()], {}
         for name, origin in [*((origin, name) for name, origin in ties), *ties]:
-            if name in self.tensors and name not in made and origin in made:
-                made.add(name)
+            if name in self.tensors and name not in complete and origin in complete:
+                complete.add(name)
                 if self.tensors[name] is not self.tensors[origin]:
                     copies[name] = origin
         return copies

@@ -49,12 +49,13 @@ def read_weights(
         return read(loader, source, **options)
     if config in _loaded:
         config.model_path = _loaded[config]  # SGLang returns to this one if it cannot load the new one completely
-    tensors = model.open()
-    return _named(read_tensors(tensors, tensors.names()), source)
+    encoded = model.open()
+    tensors = read_tensors(encoded, encoded.names())  # threads begin to decode
 
+    def weights() -> Weights:
+        for name, tensor in tensors:
+            yield source.prefix + name, tensor
+        if config is not None:
+            config.model_path = _loaded[config] = source.model_or_path
 
-def _named(weights: Weights, source: DefaultModelLoader.Source) -> Weights:
-    for name, tensor in weights:
-        yield source.prefix + name, tensor
-    if source.model_config is not None:
-        source.model_config.model_path = _loaded[source.model_config] = source.model_or_path
+    return weights()

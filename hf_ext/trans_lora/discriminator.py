@@ -135,10 +135,10 @@ class Discriminator:
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
         if revision is not None and not kwargs.get("create_pr"):
             api.create_branch(repo_id, branch=revision, exist_ok=True)
-        kept = [CARD] if api.file_exists(repo_id, CARD, revision=revision) else None
+        ignored = [CARD] if api.file_exists(repo_id, CARD, revision=revision) else None
         with tempfile.TemporaryDirectory() as folder:
             self.save_pretrained(folder)
-            return api.upload_folder(repo_id=repo_id, folder_path=folder, revision=revision, ignore_patterns=kept, **kwargs)
+            return api.upload_folder(repo_id=repo_id, folder_path=folder, revision=revision, ignore_patterns=ignored, **kwargs)
 
     @classmethod
     def from_pretrained(
@@ -165,8 +165,8 @@ class Discriminator:
         access = {key: kwargs[key] for key in ("token", "cache_dir", "local_files_only") if key in kwargs}
         base = PeftConfig.from_pretrained(name, **kwargs).base_model_name_or_path
         if model is None:
-            model, own = load_model(base, **access)
-            tokenizer = tokenizer or own
+            model, saved_tokenizer = load_model(base, **access)
+            tokenizer = tokenizer or saved_tokenizer
         current = torch.tensor(base_sample(model))
         if current.shape != sample.shape or torch.cosine_similarity(current, sample, dim=0) < 0.97:
             raise HfExtError(

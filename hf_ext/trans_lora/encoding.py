@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -110,14 +111,16 @@ class Encoder:
             else:
                 sample = {"input_ids": row + answer, "labels": [-100] * len(row) + answer}
             self.require_room(len(sample["input_ids"]), "a prompt with its answer")
-            samples.append(sample | {"attention_mask": [1] * len(sample["input_ids"])})
+            samples.append(sample)
         return samples
+
+    def length(self, prompt: str, room: int) -> int:
+        """Returns the number of tokens that a prompt takes of the model's context, with this many further ones of a decoder."""
+        return len(self.tokens([prompt])[0]) + (0 if self.encoder_decoder else room)
 
     def fits(self, prompt: str, room: int) -> bool:
         """Checks whether a prompt and this many further tokens fit into the model's context."""
-        if self.limit is None:
-            return True
-        return len(self.tokens([prompt])[0]) + (0 if self.encoder_decoder else room) <= self.limit
+        return self.limit is None or self.length(prompt, room) <= self.limit
 
     def holds(self, prompt: str, answer: str) -> bool:
         """Checks whether a prompt with its answer fits into the model's context."""
@@ -127,16 +130,17 @@ class Encoder:
             return False
         return True
 
-    def batch(self, samples: Sequence[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-        """Returns samples as one batch, always padded on the right: without position ids, padding on the left would move tokens
-        to other absolute positions."""
+    def batch(self, samples: Sequence[dict[str, list[int]]], on_left: bool = False) -> dict[str, torch.Tensor]:
+        """Returns samples as one batch with its attention mask, padded on the right, as training and scoring need: without
+        position ids, padding on the left would move tokens to other absolute positions."""
 
-        def padded(name: str, padding: int) -> torch.Tensor:
-            width = max(len(sample[name]) for sample in samples)
-            return torch.tensor([sample[name] + [padding] * (width - len(sample[name])) for sample in samples])
+        def padded(rows: list[list[int]], padding: int) -> torch.Tensor:
+            fill = [[padding] * (max(map(len, rows)) - len(row)) for row in rows]
+            return torch.tensor([extra + row if on_left else row + extra for row, extra in zip(rows, fill)])
 
-        paddings = {"input_ids": self.tokenizer.pad_token_id, "attention_mask": 0, "labels": -100}
-        return {name: padded(name, padding) for name, padding in paddings.items()}
+        paddings = {"input_ids": self.tokenizer.pad_token_id, "labels": -100}
+        batch = {name: padded([sample[name] for sample in samples], paddings[name]) for name in samples[0]}
+        return batch | {"attention_mask": padded([[1] * len(sample["input_ids"]) for sample in samples], 0)}
 
     def require_inputs(self, prompts: Mapping[str, str], room: int) -> None:
         """Raises HfExtError unless inputs of the user, with their prompts and `room` further tokens, fit into the model's
@@ -155,6 +159,14 @@ class Encoder:
                 f"{what} takes {length} tokens, and {self.whose.lower()} model's context holds {self.limit}. Use fewer or "
                 "shorter seeds (num_shots, num_items), or lower max_input_length or max_label_length."
             )
+
+
+def batches(samples: Sequence[dict[str, list[int]]], size: int, alike: bool = False) -> list[list[int]]:
+    """Returns the numbers of samples, in batches that need little padding. With `alike` they need none."""
+    lengths = [len(sample["input_ids"]) for sample in samples]
+    order = sorted(range(len(samples)), key=lengths.__getitem__)
+    groups = [list(group) for _, group in itertools.groupby(order, lambda i: lengths[i] if alike else 0)]
+    return [group[start : start + size] for group in groups for start in range(0, len(group), size)]
 
 
 def require_texts(**lists: Collection[str] | None) -> None:

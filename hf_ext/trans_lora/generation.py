@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -18,7 +17,7 @@ from transformers.utils.logging import tqdm
 
 from hf_ext.errors import HfExtError, ServerError
 from hf_ext.integration.modes import evaluating
-from hf_ext.trans_lora.encoding import Encoder
+from hf_ext.trans_lora.encoding import Encoder, batches
 
 # Overrides of a model's generation_config.json. A penalty on repetition punishes the words of the seeds, and the warpers would
 # restrict the sampling without a request. Every prompt gets one text (of both lengths min_new_tokens is what counts).
@@ -82,40 +81,35 @@ class ModelGenerator:
     def __call__(
         self, prompts: Sequence[str], max_new_tokens: int, seed: int | None = None, **sampling: Any
     ) -> list[Completion]:
-        rows = self.encoder.tokens(prompts)
+        rows = [{"input_ids": row} for row in self.encoder.tokens(prompts)]
         room = 0 if self.encoder.encoder_decoder else max_new_tokens
         for row in rows:
-            self.encoder.require_room(len(row) + room, f"A prompt with {room} tokens to write")
+            self.encoder.require_room(len(row["input_ids"]) + room, f"A prompt with {room} tokens to write")
         stop, longest = sampling.pop("stop", None), sampling.pop("longest", None)
-        how: dict[str, Any] = GREEDY if seed is None else SAMPLING | sampling | self.options
-        how = how | ONE_EACH | {"max_new_tokens": max_new_tokens, "pad_token_id": self.encoder.tokenizer.pad_token_id}
-        how["eos_token_id"] = ends = self._ends()
+        settings: dict[str, Any] = GREEDY if seed is None else SAMPLING | sampling | self.options
+        settings = settings | ONE_EACH | {"max_new_tokens": max_new_tokens, "pad_token_id": self.encoder.tokenizer.pad_token_id}
+        settings["eos_token_id"] = ends = self._ends()
         written: dict[int, Completion] = {}
         devices = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)  # all of which `manual_seed` seeds
         with evaluating(self.model), torch.random.fork_rng(devices, enabled=seed is not None), torch.no_grad():
             if seed is not None:
                 torch.manual_seed(seed)
-            for batch in self._batches(rows):
-                for i, tokens in zip(batch, self._write([rows[i] for i in batch], how, stop, longest), strict=True):
+            # With virtual tokens PEFT leaves out position ids, and padding on the left would shift absolute positions.
+            alike = isinstance(self.model, PeftModel) and self.model.active_peft_config.is_prompt_learning
+            for batch in batches(rows, self.batch_size, alike):
+                for i, tokens in zip(batch, self._write([rows[i] for i in batch], settings, stop, longest), strict=True):
                     written[i] = self._completion(tokens, ends, stop)
         return [written[i] for i in range(len(rows))]
 
-    def _batches(self, rows: list[list[int]]) -> list[list[int]]:
-        order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
-        # With virtual tokens PEFT leaves out position ids, and padding on the left would shift absolute positions.
-        alike = isinstance(self.model, PeftModel) and self.model.active_peft_config.is_prompt_learning
-        groups = [list(group) for _, group in itertools.groupby(order, lambda i: len(rows[i]) if alike else 0)]
-        return [group[i : i + self.batch_size] for group in groups for i in range(0, len(group), self.batch_size)]
-
-    def _write(self, rows: list[list[int]], how: dict[str, Any], stop: str | None, longest: int | None) -> list[list[int]]:
-        tokenizer, encodes = self.encoder.tokenizer, self.encoder.encoder_decoder
-        side = "right" if encodes else "left"  # an encoder's absolute positions (BART) count from the left
-        batch = tokenizer.pad({"input_ids": rows}, padding_side=side, return_attention_mask=True, return_tensors="pt")
-        start = 0 if encodes else batch["input_ids"].shape[1]
-        total, quiet = len(rows) * how["max_new_tokens"], not PartialState().is_main_process
+    def _write(self, rows: list[dict], settings: dict[str, Any], stop: str | None, longest: int | None) -> list[list[int]]:
+        decodes = not self.encoder.encoder_decoder
+        batch = self.encoder.batch(rows, on_left=decodes)  # an encoder's absolute positions (BART) count from the left
+        start = batch["input_ids"].shape[1] if decodes else 0
+        total, quiet = len(rows) * settings["max_new_tokens"], not PartialState().is_main_process
         with tqdm(total=total, desc="Writing", unit=" tokens", leave=False, delay=2, disable=quiet) as bar:
-            end = StoppingCriteriaList([_End(tokenizer, start, stop, longest, bar.update)])
-            out = self.model.generate(**batch.to(self.model.device), stopping_criteria=end, **how)
+            end = StoppingCriteriaList([_End(self.encoder.tokenizer, start, stop, longest, bar.update)])
+            inputs = {name: part.to(self.model.device) for name, part in batch.items()}
+            out = self.model.generate(**inputs, stopping_criteria=end, **settings)
         return out[:, start:].tolist()
 
     def _completion(self, tokens: list[int], ends: list[int], stop: str | None) -> Completion:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, Trainer
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from hf_ext.integration.modes import evaluating
-from hf_ext.trans_lora.encoding import Encoder
+from hf_ext.trans_lora.encoding import Encoder, batches
 from hf_ext.trans_lora.models import bare
 
 
@@ -47,10 +47,8 @@ def _answers(
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
     """Yields a sample's number, log p of every token at the positions of its answer, (n, vocabulary), and the answer's tokens,
     (n,)."""
-    order = sorted(range(len(samples)), key=lambda i: len(samples[i]["input_ids"]))  # to need little padding
     with evaluating(model):
-        for start in range(0, len(order), batch_size):
-            rows = order[start : start + batch_size]
+        for rows in batches(samples, batch_size):
             batch = {name: part.to(model.device) for name, part in encoder.batch([samples[i] for i in rows]).items()}
             if encoder.encoder_decoder:
                 labels = batch["labels"]

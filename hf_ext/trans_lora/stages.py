@@ -57,16 +57,16 @@ def claim(folder: Path, part: str, settings: dict[str, Any], files: Sequence[str
 
 def _on_main_process(work: Callable[[], Any]) -> Any:
     """Runs `work` on the main process. All processes get its result, or its HfExtError."""
-    result: list[Any] = [None]
+    result = None
     if PartialState().is_main_process:
         try:
-            result = [work()]
+            result = work()
         except HfExtError as error:
-            result = [error]
-    result = broadcast_object_list(result)
-    if isinstance(result[0], HfExtError):
-        raise result[0]
-    return result[0]
+            result = error
+    (result,) = broadcast_object_list([result])
+    if isinstance(result, HfExtError):
+        raise result
+    return result
 
 
 def begin_training(folder: Path, settings: dict[str, Any], resume_from_checkpoint: str | bool | None) -> str | None:
@@ -113,7 +113,9 @@ def last_checkpoint(folder: Path) -> str | None:
 
 
 def append_lines(path: Path, records: Iterable[dict]) -> None:
-    """Adds JSON lines to a file in one write."""
+    """Adds JSON lines to a file in one write, on the main process."""
+    if not PartialState().is_main_process:
+        return
     with open(path, "a", encoding="utf-8") as file:
         file.write("".join(map(_line, records)))
         file.flush()
@@ -121,7 +123,9 @@ def append_lines(path: Path, records: Iterable[dict]) -> None:
 
 
 def write_lines(path: Path, records: Iterable[dict]) -> None:
-    """Writes a file of JSON lines, or overwrites it."""
+    """Writes a file of JSON lines, or overwrites it, on the main process."""
+    if not PartialState().is_main_process:
+        return
     text = "".join(map(_line, records))
     write_atomically(path, lambda beside: beside.write_text(text, encoding="utf-8"))
 

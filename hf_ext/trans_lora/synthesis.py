@@ -93,7 +93,7 @@ class Prompts:
     def require_room(self) -> None:
         """Raises HfExtError unless the longest seeds and the text to write fit into the model's context."""
         longest = sorted(self.seeds, key=len)[-self.args.num_shots :]
-        length = len(self.encoder.tokens([self.prompt(longest)])[0]) + (0 if self.encoder.encoder_decoder else self.room)
+        length = self.encoder.length(self.prompt(longest), self.room)
         self.encoder.require_room(length, f"A prompt of {self.args.num_shots} seeds, with room for what is to be written,")
 
     def prompt(self, seeds: Sequence[str]) -> str:
@@ -182,8 +182,7 @@ def _write_inputs(generate: Generator, sieve: Sieve, needed: int, of_which: str)
             new = new[: bisect.bisect_left(running, needed - kept) + 1]  # up to the one that completes the number
             new = [replace(candidate, round_size=len(new)) for candidate in new]
             candidates += new
-            if state.is_main_process:
-                append_lines(path, map(asdict, new))
+            append_lines(path, map(asdict, new))
             kept += _kept(new)
             bar.update(_kept(new))
             bar.set_postfix_str(f"{percent(kept / max(len(candidates), 1), 0)} of {len(candidates):,} pass")
@@ -242,6 +241,5 @@ def _read_candidates(path: Path) -> list[Candidate]:
     last = [candidate for candidate in candidates if candidate.round == candidates[-1].round]
     if last and len(last) < last[0].round_size:
         candidates = candidates[: -len(last)]
-        if PartialState().is_main_process:
-            write_lines(path, map(asdict, candidates))
+        write_lines(path, map(asdict, candidates))
     return candidates

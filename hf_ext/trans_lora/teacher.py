@@ -89,22 +89,21 @@ class Teacher:
     def label(self, inputs: Mapping[str, str | None]) -> Pairs:
         """Returns inputs with their labels, as in labels.jsonl. The teacher answers those without one. An answer is no label if
         it is empty or reached max_label_length."""
-        args, main, texts = self.args, PartialState().is_main_process, list(inputs)
+        args, texts = self.args, list(inputs)
         path = Path(args.output_dir, LABELS)
         claim(path.parent, "labels", self._settings(), [LABELS])
         records = read_lines(path)
         if [record.get("input") for record in records] != texts[: len(records)]:
             raise HfExtError(f"{path} has labels of other inputs; delete it, or take another output_dir.")
         step = args.generation_batch_size * args.world_size * 4
-        bar = tqdm(total=len(texts), initial=len(records), desc="Labels", disable=not main)
+        bar = tqdm(total=len(texts), initial=len(records), desc="Labels", disable=not PartialState().is_main_process)
         with bar, self.on(args.device):
             for start in range(len(records), len(texts), step):
                 part = texts[start : start + step]
                 missing = [text for text in part if inputs[text] is None]
                 answers = {text: inputs[text] for text in part} | dict(zip(missing, in_shares(missing, self.answers)))
                 records += (new := [{"input": text, "label": answers[text]} for text in part])
-                if main:
-                    append_lines(path, new)
+                append_lines(path, new)
                 bar.update(len(new))
         self._require_labels((record["label"] for record in records), f"{len(records):,} inputs", path)
         return [(record["input"], record["label"]) for record in records if record["label"]]

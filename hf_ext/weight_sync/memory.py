@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -15,11 +14,9 @@ from hf_ext.storage.delta.codec import decode_raw
 from hf_ext.storage.delta.in_place import apply_raw
 from hf_ext.storage.delta.payload import Header
 from hf_ext.storage.safetensors_file import RawTensor, has_values, torch_dtype
-from hf_ext.weight_sync.step_file import Part
+from hf_ext.weight_sync.plan import Parts
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-Parts = list[tuple[str, Part, Header]]  # of a tensor: the key of each, and the header of its newest payload
 
 
 class Piece(NamedTuple):
@@ -36,10 +33,9 @@ class Home(NamedTuple):
     """The place of a part in memory."""
 
     part: torch.Tensor  # its rows in this machine's memory, contiguous
-    rows: torch.Tensor  # those of them that the caller keeps
-    elsewhere: torch.Tensor | None  # where, if not here
+    elsewhere: torch.Tensor | None = None  # the rows that the caller keeps, if they are not the part itself
     skipped: int = 0  # number of rows of the part before them
-    is_new: bool = False  # the caller has not got any of them yet
+    is_new: bool = False  # the caller's rows are not those before the update
 
     def apply(self, chain: Iterable[tuple[np.ndarray, Header]]) -> np.ndarray | None:
         """Changes the part by payloads, one after the other. Returns the rows that changed, None for all."""
@@ -61,15 +57,15 @@ class Home(NamedTuple):
         """Copies the rows that changed to where the caller keeps them."""
         if self.elsewhere is None:
             return
+        rows = self.part[self.skipped : self.skipped + len(self.elsewhere)]
         with torch.inference_mode():  # in which inference tensors may change, too
             if changed is None or self.is_new or 2 * len(changed) > len(self.part):
-                self.elsewhere.copy_(self.rows)
+                self.elsewhere.copy_(rows)
                 return
             changed = changed - self.skipped
-            places = torch.from_numpy(changed[(changed >= 0) & (changed < len(self.rows))])
-            word = WORDS[self.rows.element_size()]  # PyTorch cannot assign rows of every type
-            rows = self.rows.view(word)[places].to(self.elsewhere.device)
-            self.elsewhere.view(word)[places.to(self.elsewhere.device)] = rows
+            places = torch.from_numpy(changed[(changed >= 0) & (changed < len(rows))])
+            word, device = WORDS[rows.element_size()], self.elsewhere.device  # PyTorch cannot assign rows of every type
+            self.elsewhere.view(word)[places.to(device)] = rows.view(word)[places].to(device)
 
 
 class KeptTensor(NamedTuple):
@@ -88,23 +84,6 @@ class KeptTensor(NamedTuple):
 
     def is_still(self, tensor: torch.Tensor, piece: Piece) -> bool:
         return self.tensor() is tensor and self[1:] == self.of(tensor, piece)[1:]
-
-
-def layout_of(parts: Iterable[tuple[str, Part, Header]]) -> dict[str, Parts]:
-    """Returns the parts of each tensor in the order of rows. Raises CheckpointError if they do not make up the tensors."""
-    layout: dict[str, Parts] = defaultdict(list)
-    for key, part, header in parts:
-        layout[part.name].append((key, part, header))
-    for name, rows in layout.items():
-        rows.sort(key=lambda entry: entry[1].begin)
-        shape, end = rows[0][1].shape, 0
-        for _, part, header in rows:
-            if (part.begin, part.shape, header.dtype) != (end, shape, rows[0][2].dtype):
-                raise CheckpointError(f"The ranks of the training do not publish each row of '{name}' once, from row {end} on.")
-            end = part.end(header)
-        if end != (shape[0] if shape else 1):
-            raise CheckpointError(f"No rank of the training publishes the rows of '{name}' from {end} on.")
-    return dict(layout)
 
 
 def rows_of(tensor: torch.Tensor, piece: Piece, parts: Parts, is_whole: bool) -> torch.Tensor:

@@ -73,9 +73,9 @@ class Folder:
 class Repository:
     """A model repository on the Hub, in whose main branch every step is a commit. It is created when it does not exist."""
 
-    def __init__(self, repo_id: str, token: str | bool | None = None):
+    def __init__(self, repo_id: str):
         self.repo_id = repo_id
-        self._api = HfApi(token=token)
+        self._api = HfApi()
 
     def __str__(self) -> str:
         return HUB + self.repo_id
@@ -84,12 +84,13 @@ class Repository:
         added = [CommitOperationAdd(name, content) for name, content in files.items()]
         removed = [CommitOperationDelete(name) for name in remove]
         message = f"Publish {next(iter(files))}"
+        commit = partial(self._api.create_commit, self.repo_id, [*added, *removed], commit_message=message)
         with _access(self):
             try:
-                self._api.create_commit(self.repo_id, [*added, *removed], commit_message=message)
+                commit()
             except RepositoryNotFoundError:
                 self._api.create_repo(self.repo_id, exist_ok=True)
-                self._api.create_commit(self.repo_id, [*added, *removed], commit_message=message)
+                commit()
 
     def get(self, name: str) -> Buffer:
         with _downloading(self) as folder:  # the cache would keep every step
@@ -103,9 +104,9 @@ class Repository:
 class Bucket:
     """A bucket on the Hub, which keeps no history of removed files. Create it first: `hf buckets create NAME`."""
 
-    def __init__(self, bucket_id: str, token: str | bool | None = None):
+    def __init__(self, bucket_id: str):
         self.bucket_id = bucket_id
-        self._api = HfApi(token=token)
+        self._api = HfApi()
 
     def __str__(self) -> str:
         return BUCKETS + self.bucket_id

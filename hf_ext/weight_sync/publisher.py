@@ -184,8 +184,8 @@ class Publisher:
         copies: dict[str, torch.Tensor] = {}
         parts: dict[str, Part] = {}
         copying: set[torch.device] = set()
-        for given, tensor in named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors:
-            name = checkpoint_name(given)
+        for parameter, tensor in named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors:
+            name = checkpoint_name(parameter)
             for key, part, rows in split(name, local_rows(name, tensor)):
                 if key in parts or key == "__metadata__":  # which safetensors reserves
                     raise CheckpointError(f"'{key}' is given twice, or is no name for a tensor.")
@@ -205,9 +205,9 @@ class Publisher:
 
     def _write(self, weights: dict[str, torch.Tensor], parts: dict[str, Part], step: int) -> None:
         """Writes the files of a step, then the index, and makes the weights the base of the next step."""
-        index_there = Index.read(self.place, self._index.rank)
+        index_at_place = Index.read(self.place, self._index.rank)
         # The first index of this object may be there although `put` failed: the answer was lost, or a removal failed.
-        if (index_there and index_there.session) not in (self._session, self._index.session):
+        if (index_at_place and index_at_place.session) not in (self._session, self._index.session):
             raise CheckpointError(f"Another publisher writes to {self.place}, so step {step} was not published. End one.")
         tensors = {key: RawTensor.from_torch(weight) for key, weight in weights.items()}
         bases = {key: RawTensor.from_torch(weight) for key, weight in self._current.items()}
@@ -218,7 +218,7 @@ class Publisher:
         else:
             checksums = {key: xxhash.xxh3_64_intdigest(tensor.data) for key, tensor in tensors.items()}
         entry = Step(step, before, digest_of(checksums.items()), self._attempt)
-        there = _files(index_there.steps) if index_there else set()
+        files_at_place = _files(index_at_place.steps) if index_at_place else set()
         # A training that was resumed comes again to steps that had been published.
         steps = [earlier for earlier in self._index.steps if earlier.step < step]
         is_anchor = not any(earlier.anchor for earlier in steps[max(len(steps) - self.anchor_every + 1, 0) :])
@@ -227,7 +227,7 @@ class Publisher:
         def add(kind: str, payloads: Iterable[tuple[str, bytes]]) -> Iterator[tuple[str, int]]:
             # Under names that the index does not have: until it is replaced, its files stay as they are.
             names = (file_name(kind, step, self._index.rank, number) for number in count())
-            for name, share in zip((name for name in names if name not in there), _shares(payloads)):
+            for name, share in zip((name for name in names if name not in files_at_place), _shares(payloads)):
                 if sum(map(len, waiting.values())) > FILE:
                     self.place.put(waiting)
                     waiting.clear()
@@ -243,7 +243,7 @@ class Publisher:
         steps = steps[anchors[max(len(anchors) - self.keep_anchors, 0)] :]
         index = replace(self._index, steps=steps)
         waiting[index_name(index.rank)] = index.to_bytes()
-        self.place.put(waiting, remove=sorted(there - _files(steps)))
+        self.place.put(waiting, remove=sorted(files_at_place - _files(steps)))
         self._index, self._session, self._parts, self._checksums = index, index.session, parts, checksums
         self._current, self._spare = weights, self._current
 

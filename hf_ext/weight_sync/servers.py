@@ -8,10 +8,10 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from http.client import HTTPException
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
@@ -21,6 +21,8 @@ from hf_ext.weight_sync.places import Folder, Place, open_place
 from hf_ext.weight_sync.subscriber import Subscriber
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 LONGEST = 600  # seconds that a server may take for one thing, such as ending its requests
 LONGEST_PAUSE = 30.0  # seconds between two attempts after many failures
@@ -185,76 +187,62 @@ def follow(
     Raises:
         HfExtError, OSError: a server, a checkpoint or the place has failed for `give_up_after` seconds.
     """
-    steps, reading = Subscriber(place), _Attempts(poll_interval, give_up_after)
-    followers = [_Followed(server, _Attempts(poll_interval, give_up_after)) for server in servers]
+    subscriber, reading = Subscriber(place), _Attempts(poll_interval, give_up_after, tell)
+    attempts = [_Attempts(poll_interval, give_up_after, tell) for _ in servers]
+    reached = [-1 for _ in servers]  # their steps; -1: none, or unknown
     newest, is_first_look = -1, True
+
+    def update(number: int) -> bool:
+        """Brings a server to the newest step. Returns false if it was there."""
+        is_new = reached[number] != newest or not servers[number].has(newest)
+        if is_new:
+            servers[number].update(newest)
+        return is_new
+
     with ThreadPoolExecutor(len(servers)) as pool:
         while True:
             if reading.is_due():
-                try:
-                    newest = max(steps.steps(), default=-1)
-                    reading.succeeded()
-                    if newest < 0 and is_first_look:
-                        tell(f"{place} has no steps yet. Waiting for the first.")
-                    is_first_look = False
-                except (HfExtError, OSError) as error:
-                    newest = -1
-                    reading.failed(error)
-                    tell(f"{error} The place is read again.")
-            due = [follower for follower in followers if newest >= 0 and follower.attempts.is_due()]
-            for follower, updating in [(follower, pool.submit(follower.update, newest)) for follower in due]:
-                follower.finish(updating, newest, tell)
-            reached = min(follower.reached for follower in followers)
-            if stop_at_step is not None and reached >= stop_at_step:
-                return reached
+                steps = reading.result(subscriber.steps, "The place is read again.")
+                newest = max(steps or (), default=-1)
+                if steps == [] and is_first_look:
+                    tell(f"{place} has no steps yet. Waiting for the first.")
+                is_first_look = is_first_look and steps is None
+            due = [number for number in range(len(servers)) if newest >= 0 and attempts[number].is_due()]
+            for number, updating in [(number, pool.submit(update, number)) for number in due]:
+                is_new = attempts[number].result(updating.result, f"Step {newest} is tried again.")
+                reached[number] = -1 if is_new is None else newest
+                if is_new:
+                    tell(f"{servers[number]} is at step {newest}.")
+            if stop_at_step is not None and min(reached) >= stop_at_step:
+                return min(reached)
             time.sleep(poll_interval)
-
-
-class _Followed:
-    """A server that is updated to each new step, and the step that it has reached (-1: none, or unknown)."""
-
-    def __init__(self, server: Follower, attempts: _Attempts):
-        self.server, self.attempts, self.reached = server, attempts, -1
-
-    def update(self, step: int) -> bool:
-        """Brings the server to a step. Returns false if it was there."""
-        is_new = self.reached != step or not self.server.has(step)
-        if is_new:
-            self.server.update(step)
-        return is_new
-
-    def finish(self, updating: Future[bool], step: int, tell: Callable[[str], object]) -> None:
-        """Waits for the end of an update and reports it. Raises its error after the longest time of failures."""
-        try:
-            is_new = updating.result()
-        except (HfExtError, OSError) as error:
-            self.reached = -1
-            self.attempts.failed(error)
-            tell(f"{error} Step {step} is tried again.")
-        else:
-            self.reached = step
-            self.attempts.succeeded()
-            if is_new:
-                tell(f"{self.server} is at step {step}.")
 
 
 class _Attempts:
     """The attempts at something that may fail, with longer and longer pauses."""
 
-    def __init__(self, pause: float, give_up_after: float | None):
-        self._shortest, self._give_up_after = pause, give_up_after
-        self.succeeded()
-
-    def succeeded(self) -> None:
-        self._pause, self._next, self._failing_since = self._shortest, 0.0, math.inf
-
-    def failed(self, error: Exception) -> None:
-        """Notes a failure, or raises it after the longest time."""
-        now = time.monotonic()
-        self._failing_since = min(self._failing_since, now)
-        if self._give_up_after is not None and now - self._failing_since >= self._give_up_after:
-            raise error
-        self._next, self._pause = now + self._pause, min(2 * self._pause, max(LONGEST_PAUSE, self._shortest))
+    def __init__(self, pause: float, give_up_after: float | None, tell: Callable[[str], object]):
+        self._shortest, self._give_up_after, self._tell = pause, give_up_after, tell
+        self._pause, self._next, self._failing_since = pause, 0.0, math.inf
 
     def is_due(self) -> bool:
         return time.monotonic() >= self._next
+
+    def result(self, work: Callable[[], T], then: str) -> T | None:
+        """Returns the result of an attempt; None if it fails. Raises its error after the longest time of failures.
+
+        Args:
+            then: what follows after a failure, for the message.
+        """
+        try:
+            result = work()
+        except (HfExtError, OSError) as error:
+            now = time.monotonic()
+            self._failing_since = min(self._failing_since, now)
+            if self._give_up_after is not None and now - self._failing_since >= self._give_up_after:
+                raise
+            self._next, self._pause = now + self._pause, min(2 * self._pause, max(LONGEST_PAUSE, self._shortest))
+            self._tell(f"{error} {then}")
+            return None
+        self._pause, self._next, self._failing_since = self._shortest, 0.0, math.inf
+        return result

@@ -40,6 +40,9 @@ class Part(NamedTuple):
         return self.begin + (header.shape[0] if header.shape else 1)
 
 
+PartsByKey = dict[str, tuple[Part, Header]]  # each with the header of its newest payload
+
+
 @dataclass
 class Step:
     """A step as the index lists it."""
@@ -77,23 +80,28 @@ class Index:
         name = index_name(rank)
         try:
             fields = json.loads(bytes(place.get(name)))
+            version = fields.pop("version")
+            index = cls(**fields | {"steps": [Step(**step) for step in fields["steps"]]}) if version == VERSION else None
+            is_valid = index is None or index.is_valid(rank)
         except FileNotFoundError:
             return None
-        except (ValueError, RecursionError) as error:
-            raise CorruptFileError(f"{name} at {place} is damaged: {error}.") from error
-        try:
-            version = fields.pop("version")
-            if version == VERSION:
-                index = cls(**fields | {"steps": [Step(**step) for step in fields["steps"]]})
-                is_valid = index.rank == rank < index.world_size and type(index.world_size) is int
-                numbers = [step.step for step in index.steps if step.is_valid()]
-                if is_valid and len(numbers) == len(index.steps) and numbers == sorted(set(numbers)):
-                    return index
-        except (KeyError, TypeError, AttributeError) as error:
+        except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
             raise CorruptFileError(f"{name} at {place} is damaged: {type(error).__name__} {error}.") from error
-        if version == VERSION:
+        if index is None:
+            raise CorruptFileError(
+                f"{name} at {place} is damaged, or of a newer hf_ext: it has version {version}, not {VERSION}."
+            )
+        if not is_valid:
             raise CorruptFileError(f"{name} at {place} is damaged: its fields do not fit together. {REPAIR}")
-        raise CorruptFileError(f"{name} at {place} is damaged, or of a newer hf_ext: it has version {version}, not {VERSION}.")
+        return index
+
+    def is_valid(self, rank: int) -> bool:
+        """Checks the fields, which a stranger may have written, as the index of a rank."""
+        if not all(step.is_valid() for step in self.steps):
+            return False
+        numbers = [step.step for step in self.steps]
+        is_ordered = numbers == sorted(set(numbers))
+        return self.rank == rank < self.world_size and type(self.world_size) is int and is_ordered
 
 
 def index_name(rank: int) -> str:
@@ -119,7 +127,7 @@ def write_file(index: Index, step: Step, payloads: Mapping[str, bytes], parts: M
 
 class StepFile:
     """A file of a step, checked whole: its header, and the checksum of every payload. Its attributes are fields of the index,
-    and by key the parts that it holds, with their payloads and headers."""
+    the parts that it holds by key, with the headers of their payloads, and the payloads."""
 
     def __init__(self, content: Buffer, name: str):
         data = np.frombuffer(content, np.uint8)
@@ -137,15 +145,15 @@ class StepFile:
             raise CorruptFileError(f"{name} is damaged: {error}.") from error
         body = data[8 + length :]
         self.payloads = {key: body[entry.begin : entry.end] for key, entry in entries.items()}
-        self.headers: dict[str, Header] = {}
-        self.parts: dict[str, Part] = {}
+        self.parts: PartsByKey = {}
         for key, payload in self.payloads.items():
             try:
-                header = self.headers[key] = read_header(payload, key)
+                header = read_header(payload, key)
             except CorruptFileError as error:
                 raise CorruptFileError(f"{name} is damaged. {error}") from error
-            part = self.parts[key] = rows.get(key, Part(key, 0, header.shape))
+            part = rows.get(key, Part(key, 0, header.shape))
             numbers = (part.begin, *part.shape)
             is_valid = isinstance(part.name, str) and all(type(number) is int and 0 <= number < 1 << 63 for number in numbers)
             if not is_valid or len(part.shape) != len(header.shape) or part.shape[1:] != header.shape[1:]:
                 raise CorruptFileError(f"{name} is damaged: '{key}' cannot be rows of a tensor of shape {list(part.shape)}.")
+            self.parts[key] = part, header

@@ -22,8 +22,8 @@ from hf_ext.storage import encode
 from hf_ext.storage.delta.file import digest_of
 from hf_ext.storage.delta.payload import read_header, write_payload
 from hf_ext.weight_sync import Publisher, Rows, Subscriber
+from hf_ext.weight_sync.plan import MOST_DAMAGED
 from hf_ext.weight_sync.step_file import Index, Part, Step, file_name, write_file
-from hf_ext.weight_sync.subscriber import MOST_DAMAGED
 
 
 def damage(path: Path) -> None:

@@ -14,12 +14,8 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.core_model_loading import (
-    ConversionOps,
-    WeightConverter,
-    WeightTransform,
-    build_glob_alternation,
-)
+from transformers.core_model_loading import ConversionOps, WeightConverter, WeightTransform, build_glob_alternation
+from transformers.quantizers.base import HfQuantizer
 
 from hf_ext.errors import HfExtError
 from hf_ext.integration import compat
@@ -32,7 +28,7 @@ class Decoding:
     """The decoding of one checkpoint for one model.
 
     Args:
-        quantizer: the `DecodingQuantizer`, which decides what is decoded and what is done with it.
+        quantizer: the `DecodingQuantizer` that opened the checkpoint, and hears of each parameter that is loaded.
         model: on the meta device.
         conversions: the model's own, which get a `Decode` in front of their operations.
 
@@ -41,28 +37,24 @@ class Decoding:
         error: the first error in the data. Transformers would replace it by a generic one if it were raised during loading.
     """
 
-    def __init__(
-        self,
-        quantizer: Any,
-        model: PreTrainedModel,
-        conversions: list[WeightTransform],
-    ):
+    def __init__(self, quantizer: Any, model: PreTrainedModel, conversions: list[WeightTransform]):
         self.quantizer, self.model_conversions = quantizer, list(conversions)
         self.expected = _expected(quantizer.weights, model, quantizer.dtype)
         # Weights move to their device after all operations. Quantization runs on that device.
         self.works_on_cpu = compat.converts_on_cpu() and quantizer.then is None
+        self.quantize = Quantize(quantizer.then)
         self.error: HfExtError | None = None
         source = quantizer.source
         places = destinations(source.names(), conversions, model.base_model_prefix, self.expected)
         # Transformers loads tensors that keep their names without any converter, so without decoding them.
         kept = {place.kept: name for name, place in places.items() if place.kept is not None}
-        others = [AnyTensor(rf"^{escape(renamed)}$", name, self) for renamed, name in kept.items()]
-        self.conversions = [*conversions, *others, AnyTensor("^(.+)", r"\1", self)]
+        unchanged = [AnyTensor(rf"^{escape(renamed)}$", name, self) for renamed, name in kept.items()]
+        self.conversions = [*conversions, *unchanged, AnyTensor("^(.+)", r"\1", self)]
         for converter in conversions:  # changed last: the plain way needs them as they are
             if isinstance(converter, WeightConverter):
                 converter.operations = [Decode(self, converter), *converter.operations]
                 converter.force_cpu = self.works_on_cpu
-                converter.quantization_operation = Quantize(quantizer)
+                converter.quantization_operation = self.quantize
         # Decoding runs ahead of loading, in the same order.
         self.tensors = Prefetcher(source.read, {name: source.entry(name).nbytes for name in places})
 
@@ -82,7 +74,7 @@ class Decoding:
             raise self.error
         for entry in self.model_conversions:
             if isinstance(entry, WeightConverter):
-                entry.operations = own_operations(entry)
+                entry.operations = model_operations(entry)
                 entry.quantization_operation = None
         # Transformers 5.24 deletes these when it removes the quantization config.
         model._weight_conversions = [entry for entry in self.model_conversions if entry.was_used()]
@@ -117,7 +109,7 @@ class AnyTensor(WeightConverter):
         decoding.quantizer.loaded(layer_name, {name: [name]}, self)
         # Up to Transformers 5.22, weights with a quantizer may have any shape.
         if decoded.shape == expected.shape:
-            return decoding.quantizer.quantize({layer_name: decoded}, **kwargs)
+            return decoding.quantize.convert({layer_name: decoded}, **kwargs)
         loading_info.missing_keys.discard(layer_name)
         loading_info.mismatched_keys.add((layer_name, decoded.shape, expected.shape))
         return {}
@@ -146,20 +138,29 @@ class Decode(ConversionOps):
 
 
 class Quantize(ConversionOps):
-    """Quantizes what a converter of the model has made of decoded tensors."""
+    """Quantizes decoded parameters, by their names in the model, where the requested quantization concerns them."""
 
-    def __init__(self, quantizer: Any):
+    def __init__(self, quantizer: HfQuantizer | None):
         self.quantizer = quantizer
 
     def __deepcopy__(self, memo) -> Quantize:
         return self
 
-    def convert(self, input_dict: dict[str, Any], **kwargs) -> dict[str, Any]:
-        return self.quantizer.quantize(input_dict, **kwargs)
+    def convert(self, input_dict: dict[str, Any], model: PreTrainedModel, **kwargs) -> dict[str, Any]:
+        if self.quantizer is None:
+            return input_dict
+        quantized: dict[str, Any] = {}
+        for name, tensor in input_dict.items():
+            if self.quantizer.param_needs_quantization(model, name):
+                operation = self.quantizer.get_quantize_ops()
+                quantized |= operation.convert({name: tensor}, **kwargs | {"model": model, "full_layer_name": name})
+            else:
+                quantized[name] = tensor
+        return quantized
 
 
-def own_operations(converter: WeightConverter) -> list[ConversionOps]:
-    """Returns a converter's operations without ours."""
+def model_operations(converter: WeightConverter) -> list[ConversionOps]:
+    """Returns a converter's operations for the model, without `Decode`."""
     return [operation for operation in converter.operations if not isinstance(operation, Decode)]
 
 

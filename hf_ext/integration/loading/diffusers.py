@@ -65,6 +65,7 @@ class CompressedQuantizer(DiffusersQuantizer):
     """
 
     quantization_config: CompressedConfig
+    is_serializable = is_trainable = is_compileable = True
     use_keep_in_fp32_modules = True  # as without a quantizer
     source: TensorSource | None = None
     dtype: torch.dtype | None = None
@@ -108,18 +109,6 @@ class CompressedQuantizer(DiffusersQuantizer):
 
     def get_cuda_warm_up_factor(self) -> int:
         return 2  # as without a quantizer
-
-    @property
-    def is_serializable(self) -> bool:
-        return True
-
-    @property
-    def is_trainable(self) -> bool:
-        return True
-
-    @property
-    def is_compileable(self) -> bool:
-        return True
 
 
 class Decoded(dict[str, torch.Tensor]):

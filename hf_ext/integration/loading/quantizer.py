@@ -102,6 +102,7 @@ class DecodingQuantizer(HfQuantizer):
     """
 
     requires_calibration = False
+    is_trainable = True
     quantization_config: DecodingConfig
     plain: str
     advice: str
@@ -235,19 +236,6 @@ class DecodingQuantizer(HfQuantizer):
             self.get_quantize_ops = self.then.get_quantize_ops
         return weight_conversions
 
-    def quantize(self, tensors: dict[str, Any], model: PreTrainedModel, **kwargs) -> dict[str, Any]:
-        """Quantizes decoded parameters, by their names in the model, where the requested quantization concerns them."""
-        if self.then is None:
-            return tensors
-        quantized: dict[str, Any] = {}
-        for name, tensor in tensors.items():
-            if self.then.param_needs_quantization(model, name):
-                operation = self.then.get_quantize_ops()
-                quantized |= operation.convert({name: tensor}, **kwargs | {"model": model, "full_layer_name": name})
-            else:
-                quantized[name] = tensor
-        return quantized
-
     def loaded(self, target: str, names: dict[str, list[str]], converter: Any) -> None:
         """Called when the tensors `names` (by the converter's source pattern) have been decoded for the parameter `target`."""
 
@@ -272,10 +260,6 @@ class DecodingQuantizer(HfQuantizer):
         return model
 
     def is_serializable(self) -> bool:
-        return True
-
-    @property
-    def is_trainable(self) -> bool:
         return True
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,7 @@ from transformers.core_model_loading import WeightConverter, WeightTransform
 
 from hf_ext.errors import CheckpointError
 from hf_ext.integration import compat
-from hf_ext.integration.loading.decoding import AnyTensor, own_operations
+from hf_ext.integration.loading.decoding import AnyTensor, model_operations
 from hf_ext.integration.loading.renaming import destinations
 from hf_ext.storage.names import Names, Ties
 from hf_ext.storage.source import TensorSource
@@ -36,7 +36,7 @@ class Loaded:
         if isinstance(converter, AnyTensor) or not isinstance(converter, WeightConverter):
             return cls(target, names, None)
         converter = copy(converter)
-        converter.operations = own_operations(converter)
+        converter.operations = model_operations(converter)
         return cls(target, names, converter)
 
     def all_names(self) -> list[str]:
@@ -102,8 +102,7 @@ def skeleton_of(config: dict, owner: object) -> PreTrainedModel | None:
     if not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):
         return None
     try:
-        with torch.device("meta"), compat.no_init_weights():
-            return compat.model_of(kind, compat.config_of(kind.config_class, config))  # type: ignore[attr-defined]
+        return compat.without_weights(kind, compat.config_of(kind.config_class, config))  # type: ignore[attr-defined]
     except Exception as error:  # a stranger's file may hold anything
         raise CheckpointError(
             f"Transformers {transformers.__version__} cannot build the {kind.__name__} of {owner} "
@@ -115,40 +114,51 @@ def ties_of(model: PreTrainedModel | None, *files: Collection[str]) -> Ties:
     """Returns the names that stand for one weight: those that the model ties, and those of one weight in different files.
 
     Args:
-        model: without weights; None if it is not known. Then names are compared by their endings.
+        model: without weights. Without a model, names are compared by their endings.
         files: the names of the tensors in each file.
 
     Raises:
         CheckpointError: two files hold a weight in different forms: experts one by one and stacked, for instance.
     """
-    aliases: dict[str, str] = {}
     if model is None:
-        known = set(files[0])
-        for names in files[1:]:
-            lookup = Names(known)
-            twins = {name: lookup.twin_of(name) for name in names if name not in known}
-            aliases |= {name: twin for name, twin in twins.items() if twin and twin not in names}
-            known |= {*names} - aliases.keys()
-        return Ties({}, aliases)
-    kinds = {frozenset(names) for names in files}
-    if len(kinds) > 1:
-        whole: dict[str, str] = {}
-        parts: dict[str, str] = {}
-        mapping, state = get_model_conversion_mapping(model), model.state_dict()
-        stacks: dict[tuple[str, str], list[str]] = {}  # the names of one file, in the order in which they make a parameter
-        for names in kinds:
-            stack = defaultdict[tuple[str, str], list[str]](list)
-            for name, place in destinations(names, mapping, model.base_model_prefix, state).items():
-                (parts if place.pattern else whole).setdefault(place.target, name)
-                if place.pattern:
-                    stack[place.target, place.pattern].append(name)
-                elif name != place.target:
-                    aliases[name] = place.target
-            for key, members in stack.items():
-                aliases |= {name: first for name, first in zip(members, stacks.setdefault(key, members)) if name != first}
-        if both := sorted(whole.keys() & parts.keys()):
-            raise CheckpointError(
-                f"'{parts[both[0]]}' and '{whole[both[0]]}' are two forms of one weight. Load each checkpoint with "
-                "Transformers, save it again, and give the new folders."
-            )
-    return Ties(model.all_tied_weights_keys, aliases)
+        return Ties({}, _twins(files))
+    return Ties(model.all_tied_weights_keys, _aliases(model, {frozenset(names) for names in files}))
+
+
+def _twins(files: Sequence[Collection[str]]) -> dict[str, str]:
+    """Returns the names in later files that end as a name of an earlier file does, with that name."""
+    aliases: dict[str, str] = {}
+    weights = set(files[0])
+    for names in files[1:]:
+        lookup = Names(weights)
+        twins = {name: lookup.twin_of(name) for name in names if name not in weights}
+        aliases |= {name: twin for name, twin in twins.items() if twin and twin not in names}
+        weights |= {*names} - aliases.keys()
+    return aliases
+
+
+def _aliases(model: PreTrainedModel, kinds: Collection[frozenset[str]]) -> dict[str, str]:
+    """Returns the names of files that stand for a weight of another name: the model's, or that of another kind of file."""
+    if len(kinds) < 2:
+        return {}
+    aliases: dict[str, str] = {}
+    whole: dict[str, str] = {}
+    parts: dict[str, str] = {}
+    mapping, state = get_model_conversion_mapping(model), model.state_dict()
+    stacks: dict[tuple[str, str], list[str]] = {}  # the names of one file, in the order in which they make a parameter
+    for names in kinds:
+        stack = defaultdict[tuple[str, str], list[str]](list)
+        for name, place in destinations(names, mapping, model.base_model_prefix, state).items():
+            (parts if place.pattern else whole).setdefault(place.target, name)
+            if place.pattern:
+                stack[place.target, place.pattern].append(name)
+            elif name != place.target:
+                aliases[name] = place.target
+        for key, members in stack.items():
+            aliases |= {name: first for name, first in zip(members, stacks.setdefault(key, members)) if name != first}
+    if both := sorted(whole.keys() & parts.keys()):
+        raise CheckpointError(
+            f"'{parts[both[0]]}' and '{whole[both[0]]}' are two forms of one weight. Load each checkpoint with "
+            "Transformers, save it again, and give the new folders."
+        )
+    return aliases

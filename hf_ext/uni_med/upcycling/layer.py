@@ -281,8 +281,8 @@ class _Mixing:
         self.inputs = self.inputs.unflatten(1, (self.experts.config.num_experts, -1))
         # As the weights' sum is 1, this is the weighted sum. While the experts agree it is the projector's own, bit for bit.
         first = self.inputs[:, 0]
-        others = (self.inputs - first[:, None]).to(weights.dtype)
-        mixed = first + torch.einsum("te,teh->th", weights.expand(len(first), -1), others).to(first.dtype)
+        differences = (self.inputs - first[:, None]).to(weights.dtype)
+        mixed = first + torch.einsum("te,teh->th", weights.expand(len(first), -1), differences).to(first.dtype)
         return mixed.reshape(*inputs.shape[:-1], -1)
 
     def add_change(self, index: int, output: torch.Tensor) -> torch.Tensor:
