@@ -43,7 +43,8 @@ def enable(model: Model, base: str | os.PathLike, revision: str | None = None) -
 
     Args:
         model: any PreTrainedModel, or model of diffusers (a component of a pipeline) that is not quantized.
-        base: folder or Hub id of the model that it is fine-tuned from, quantized as the model is. Whoever loads a pushed checkpoint needs access to it.
+        base: folder or Hub id of the model that it is fine-tuned from, quantized as the model is. Whoever loads a pushed
+            checkpoint needs access to it.
         revision: branch, tag or commit of the base on the Hub; the commit it leads to is recorded.
 
     Returns:
@@ -51,7 +52,8 @@ def enable(model: Model, base: str | os.PathLike, revision: str | None = None) -
 
     Raises:
         BaseModelError: the base cannot be read, or is not quantized as the model is.
-        CheckpointError: it is a quantized model of diffusers, or the base is at the end of a long chain of compressed checkpoints.
+        CheckpointError: it is a quantized model of diffusers, or the base is at the end of a long chain of compressed
+            checkpoints.
     """
     is_of_diffusers = is_diffusers_model(model)
     if not is_of_diffusers:

@@ -32,8 +32,8 @@ def lock_of(model: torch.nn.Module) -> RLock:
         return _locks.setdefault(model, RLock())
 
 
-def require_model(model: object, function: str, advice: str) -> None:
-    """Raises CheckpointError, naming the function, unless this is a Transformers model.
+def require_model(model: object, function: str, advice: str) -> PreTrainedModel:
+    """Returns the model. Raises CheckpointError, naming the function, unless it is one of Transformers.
 
     Args:
         advice: for a model that holds a PreTrainedModel.
@@ -41,6 +41,7 @@ def require_model(model: object, function: str, advice: str) -> None:
     if not isinstance(model, PreTrainedModel):
         raise CheckpointError(f"{function} takes a Transformers PreTrainedModel, not a {type(model).__name__}. {advice}")
     forget_encoding(model.config)  # of a model that was made from the config.json of a compressed checkpoint
+    return model
 
 
 def require_plain(model: object, function: str, advice: str, purpose: str) -> None:
@@ -50,8 +51,8 @@ def require_plain(model: object, function: str, advice: str, purpose: str) -> No
         advice: for a model that holds a PreTrainedModel.
         purpose: the reason why the weights must be plain, as in "can be switched".
     """
-    require_model(model, function, advice)
-    if getattr(model, "hf_quantizer", None) is not None or getattr(model.config, "quantization_config", None) is not None:
+    config = require_model(model, function, advice).config
+    if getattr(model, "hf_quantizer", None) is not None or getattr(config, "quantization_config", None) is not None:
         raise CheckpointError(f"This model is quantized; only plain weights {purpose}.")
 
 

@@ -72,7 +72,7 @@ def quantization_of(config: dict) -> str | None:
                 method = entry.get("quant_method") if isinstance(entry, dict) else entry
                 if method not in ENCODINGS:
                     form = entry.get("format") if isinstance(entry, dict) else None
-                    return f"{method or 'unknown method'}{f', {form}' if form else ''}"
+                    return f"{getattr(method, 'value', method) or 'unknown method'}{f', {form}' if form else ''}"
         parts += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
     return None
 
@@ -107,7 +107,7 @@ def add_settings(text: str, settings: dict) -> str:
     """Returns the text of a config.json with `settings` as its `quantization_config`, which comes last. An entry of this name
     is cut out. `settings` then holds its contents as `quantization`, and its text, by which `remove_settings` puts it back."""
     config, cut = json.loads(text), []
-    if theirs := _quantizer_settings(config):
+    if theirs := _nested_settings(config):
         settings = settings | {"quantization": theirs}
     while place := _member(text, "quantization_config"):
         begin, end = place
@@ -116,7 +116,9 @@ def add_settings(text: str, settings: dict) -> str:
     before, brace, after = text.rpartition("}")
     content = before.rstrip()
     comma = "" if content.endswith("{") else ","
-    entry = SETTINGS + json.dumps(settings | ({"cut": cut} if cut else {}), indent=2).replace("\n", "\n  ")
+    if cut:
+        settings = settings | {"quantization": config["quantization_config"], "cut": cut}
+    entry = SETTINGS + json.dumps(settings, indent=2).replace("\n", "\n  ")
     return content + comma + entry + before[len(content) :] + brace + after
 
 
@@ -144,12 +146,11 @@ def remove_settings(text: str) -> str:
     return text if original is config else json.dumps(original, indent=2) + "\n"
 
 
-def _quantizer_settings(config: dict) -> dict | None:
-    """Returns the settings by which Transformers loads quantized weights: those of the model, or of its text model."""
-    for part in (config, *(config.get(name) for name in ("text_config", "decoder", "generator"))):
-        if isinstance(part, dict) and isinstance(settings := part.get("quantization_config"), dict) and settings:
-            return settings
-    return None
+def _nested_settings(config: dict) -> object:
+    """Returns the quantization settings of a model's text model, by which Transformers loads if the model has none."""
+    parts = [config.get(name) for name in ("text_config", "decoder", "generator")]
+    nested = [part.get("quantization_config") for part in parts if isinstance(part, dict)]
+    return next(filter(None, nested), None)
 
 
 def _member(text: str, name: str) -> tuple[int, int] | None:

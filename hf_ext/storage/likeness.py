@@ -27,7 +27,8 @@ class Likeness:
 
     Attributes:
         shared: share of the source's parameters that the other checkpoint has too, by name and shape.
-        agreement: share of those that have the same sign and exponent, or the same code, in both; about 0.1 for unrelated weights.
+        agreement: share of those that have the same sign and exponent, or the same code, in both; about 0.1 for unrelated
+            weights.
         bits: estimated bits per parameter of the source when stored as a difference at level 1; parameters that are not shared
             take their full width.
         same_layers: whether the stacks of layers that both have are equal in number and shape of layers.

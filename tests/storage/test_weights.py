@@ -110,8 +110,8 @@ QUANTIZED = {
 
 
 @pytest.mark.parametrize("where", QUANTIZED)
-@pytest.mark.parametrize("use", USES)
-def test_a_quantized_model_is_refused(tmp_path, use, where):
+@pytest.mark.parametrize("use", [use for use in USES if use not in ("compress, no base", "find_base")])
+def test_a_quantized_model_is_refused_beside_a_plain_one(tmp_path, use, where):
     src, other = pair(tmp_path)
     edit_config(src, **QUANTIZED[where])
     with pytest.raises(HfExtError, match=r"is quantized \(fp8\)"):

@@ -74,6 +74,8 @@ class DecodingConfig(QuantizationConfigMixin):
         """Reads the entry of a config.json. `from_pretrained(…, quantization_config=…)` then quantizes the decoded weights, or
         says how to load them if they are quantized."""
         if original := config_dict.get("quantization"):
+            if not isinstance(original, dict):
+                raise CheckpointError(f"config.json is damaged: {original!r} is no quantization. Download or save it again.")
             return compat.quantization_after_decoding(original, cls(**config_dict))
         requested = compat.requested_quantization(AutoHfQuantizer)
         if requested is None or isinstance(requested, DecodingConfig):
