@@ -2,13 +2,8 @@
 
 import copy
 import json
-import os
-import socket
-import subprocess
 import sys
 import threading
-import time
-import urllib.request
 from collections.abc import Callable
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,6 +12,7 @@ import pytest
 import torch
 from hosts import pissa
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from servers import Server as RunningServer
 from tiny_adapters import moved
 from tiny_transfers import SEEDS, answer, inputs, pretrained, teacher
 from training_seeds import training_seed
@@ -335,28 +331,18 @@ def served(tmp_path_factory):
     for name, each in (("base", model), ("knowing", knowing.merge_and_unload())):
         each.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = server.getsockname()[1]
-    command = [sys.executable, "-m", "transformers.cli.transformers", "serve", "--port", str(port), "--device", "cpu"]
-    process = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=os.environ | {"HF_HUB_OFFLINE": "1"}
-    )
-    for _ in range(120):
-        try:
-            urllib.request.urlopen(f"http://127.0.0.1:{port}/health")
-            break
-        except OSError:
-            assert process.poll() is None, process.stderr.read().decode()
-            time.sleep(0.5)
-    yield f"http://127.0.0.1:{port}/v1", folder, process
-    process.kill()
-    process.wait()
+    command = [sys.executable, "-m", "transformers.cli.transformers", "serve", "--device", "cpu"]
+    process = RunningServer(command, folder / "log", {"HF_HUB_OFFLINE": "1"})
+    try:
+        process.wait()
+        yield f"{process.url}/v1", folder
+    finally:
+        process.stop()
 
 
 @pytest.mark.slow
 def test_a_server_writes_what_the_model_at_hand_writes(served):
-    url, folder, _ = served
+    url, folder = served
     model, tokenizer = teacher("llama")
     here = ModelGenerator(model, Encoder(tokenizer, model, "{input}"), 8)(inputs(8), 4)
     there = Server(url, str(folder / "knowing"), concurrency=4)(inputs(8), 4)
@@ -366,7 +352,7 @@ def test_a_server_writes_what_the_model_at_hand_writes(served):
 
 @pytest.mark.slow
 def test_a_server_samples_and_stops_at_the_mark(served):
-    url, folder, _ = served
+    url, folder = served
     write = Server(url, str(folder / "base"), concurrency=2)
     texts = write([synthesis_prompt(SEEDS, 10)] * 4, 60, seed=0, temperature=1.0, stop="\n9.")
     assert len({one.text for one in texts}) == 4
