@@ -11,7 +11,6 @@ from functools import partial
 
 import pytest
 import torch
-from hosts import adapters_of_transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraModel
 from peft.tuners.lora.layer import LoraLayer
@@ -205,15 +204,6 @@ def test_dropout_acts_on_the_change_alone_and_is_warned_of():
     model = get_peft_model(llama(), options).train()
     with torch.no_grad():
         assert torch.equal(model(**inputs(model)).logits, expected)
-
-
-@adapters_of_transformers
-def test_transformers_own_adapter_methods_take_it():
-    model = llama()
-    expected = logits(model)
-    model.add_adapter(config(), "mine")
-    assert torch.equal(logits(model), expected)
-    assert any("lora_A.mine" in name for name in trainable(model))
 
 
 @pytest.mark.parametrize("use_dora", [False, True])

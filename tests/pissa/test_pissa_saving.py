@@ -126,7 +126,9 @@ def test_it_loads_as_a_lora_through_transformers(tmp_path, llama_base):
 @adapters_of_transformers
 def test_a_model_of_transformers_saves_its_adapter_as_a_lora(tmp_path):
     model = llama()
+    start = logits(model)
     model.add_adapter(config(), "default")
+    assert torch.equal(logits(model), start)
     moved(nn.ModuleList(module for module in model.modules() if "lora" in type(module).__module__))
     expected = logits(model)
     model.save_pretrained(tmp_path)

@@ -108,11 +108,6 @@ def test_the_start_has_less_error_than_the_quantized_model(base, quantization):
     assert errors[0] < 0.9 * errors[1]
 
 
-@pytest.mark.filterwarnings("error:Unsupported layer type")
-def test_no_warning_calls_the_layers_unsupported(llama_base):
-    get_peft_model(load(llama_base, NF4), config())
-
-
 @every_base
 def test_a_saved_adapter_rebuilds_the_model_bit_for_bit(tmp_path, base, quantization):
     model = trained(load(base, quantization), config(use_rslora=True, lora_alpha=6))
@@ -128,6 +123,7 @@ def test_a_saved_adapter_rebuilds_the_model_bit_for_bit(tmp_path, base, quantiza
     }
 
 
+@pytest.mark.filterwarnings("error:Unsupported layer type")  # of PEFT
 @every_base
 def test_disabling_gives_the_start_of_training(base, quantization):
     model = get_peft_model(load(base, quantization), config())
