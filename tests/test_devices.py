@@ -40,7 +40,7 @@ LAST = {
 PISSA = {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 
 
-@pytest.fixture(params=[1, 2], ids=["one", "two"])
+@pytest.fixture(params=[pytest.param(1, marks=pytest.mark.slow), 2], ids=["one", "two"])
 def devices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The names of one device or of two. A single GPU has the CPU before it."""
     if CUDA:
