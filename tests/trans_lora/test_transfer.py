@@ -51,7 +51,7 @@ def moved_over(tmp_path_factory):
     model, tokenizer = teacher("gpt2")
     folder = tmp_path_factory.mktemp("transfer")
     given = {"discriminator": judge(model, tokenizer), "teaching": (model, tokenizer)}
-    trainer = transfer(folder, filter="discriminator", well_formed=None, num_samples=40, num_train_epochs=8, **given)
+    trainer = transfer(folder, filter="discriminator", well_formed=None, num_samples=40, **given)
     trainer.train()
     trainer.save_model()
     return trainer, folder
