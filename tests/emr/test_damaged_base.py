@@ -13,7 +13,7 @@ from hf_ext.emr.folder import MergeFolder
 from hf_ext.storage.native import FLOATS
 from hf_ext.storage.safetensors_file import SafetensorsFile, torch_dtype
 
-FLIPS = 24  # of a bit each, spread over the base's data
+FLIPS = 12  # of a bit each, spread over the base's data
 
 
 def tensors(base_type: str, task_type: str, seed: int) -> dict[str, torch.Tensor]:

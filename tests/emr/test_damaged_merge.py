@@ -1,4 +1,4 @@
-"""A merge with a file that is damaged, missing, or of another merge does not load."""
+"""A merge with damaged or forged files does not load. Tests of every reader are in test_promises_reading.py."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import pytest
 from processes import loads_without_plugin
 from tiny_checkpoints import edit_settings
 from tiny_merges import METHODS, classifier, write_tasks
-from tiny_models import bert, perturb
 from transformers import AutoModelForSequenceClassification
 
-from hf_ext import BaseModelError, CheckpointError, CorruptFileError, EMRConfig, emr
+from hf_ext import CheckpointError, CorruptFileError, EMRConfig, emr
 from hf_ext.emr.modulators import Modulated, TaskFile, copy_task
 
 Auto = AutoModelForSequenceClassification
@@ -41,6 +40,7 @@ def modulators(folder, task="subj"):
     return folder / f"task-{task}" / "modulators.safetensors"
 
 
+@pytest.mark.parametrize("merges", ["switch"], indirect=True)
 def test_without_the_plugin_it_fails_loudly(merges):
     targets = (f"{auto}@{merges / 'merged'}" for auto in ("AutoModel", "AutoModelForSequenceClassification"))
     outcomes, printed = loads_without_plugin(*targets)
@@ -51,47 +51,10 @@ def test_each_damaged_byte_of_the_modulators_is_noticed(broken):
     path = modulators(broken)
     good = path.read_bytes()
     header = int.from_bytes(good[:8], "little")
-    for place in (*range(8, 8 + header, 211), *range(8 + header, len(good), 97), len(good) - 1):
+    for place in (*range(8, 8 + header, 421), *range(8 + header, len(good), 197), len(good) - 1):
         path.write_bytes(good[:place] + bytes([good[place] ^ 0x15]) + good[place + 1 :])
         with pytest.raises(CorruptFileError, match="subj"):
             emr.verify(broken)
-    for cut in (0, 7, 100, len(good) // 2, len(good) - 1):
-        path.write_bytes(good[:cut])
-        with pytest.raises(CorruptFileError, match="subj"):
-            Auto.from_pretrained(broken)
-
-
-def change_version(path):
-    data = path.read_bytes()
-    assert data.count(b'\\"version\\": 1') == 1
-    path.write_bytes(data.replace(b'\\"version\\": 1', b'\\"version\\": 9'))
-
-
-DAMAGES = {
-    "none": (lambda merge: modulators(merge).unlink(), "is missing"),
-    "another merge's": (
-        lambda merge: shutil.copy(modulators(merge.parent / "second"), modulators(merge)),
-        "belongs to another merge",
-    ),
-    "another task's": (lambda merge: shutil.copy(modulators(merge, "cr"), modulators(merge)), "belongs to task 'cr', not"),
-    "no first task": (lambda merge: edit_settings(merge, tasks=["subj"]), "does not list the task 'cr'"),
-    "no last task": (lambda merge: edit_settings(merge, tasks=["cr"]), "does not list the task 'subj'"),
-    "later version": (lambda merge: change_version(modulators(merge)), "format version 9.*update hf_ext"),
-    "another base": (
-        lambda merge: perturb(bert(), 5).bert.save_pretrained(merge.parent / "in/base"),
-        "is another model or revision",
-    ),
-    "no base": (lambda merge: (merge.parent / "in/base/model.safetensors").unlink(), "is needed to read this checkpoint"),
-}
-
-
-@pytest.mark.parametrize("name", DAMAGES)
-def test_files_that_do_not_belong_together_are_refused(broken, name):
-    damage, message = DAMAGES[name]
-    damage(broken)
-    for use in (Auto.from_pretrained, lambda folder: emr.extract(folder, "subj", folder.parent / "out")):
-        with pytest.raises(BaseModelError if "base" in name else CorruptFileError, match=message):
-            use(broken)
 
 
 @pytest.mark.parametrize("tasks", ["cr", [], [3], ["../../etc"], None, ["cr", "gone"]])
@@ -118,16 +81,6 @@ def test_modulators_of_tensors_that_do_not_exist_are_refused(broken, change):
     config.write_text(re.sub(r'"digests": {.*?}', '"digests": null', config.read_text(), flags=re.S))  # forged, too
     with pytest.raises(CorruptFileError, match="does not fit the elected weights and the base"):
         Auto.from_pretrained(broken)
-
-
-@pytest.mark.parametrize("text", [None, "", "{}", "{", '{"model_type": "gpt2"}'])
-def test_a_task_without_its_config_is_refused(broken, text):
-    path = broken / "task-subj" / "config.json"
-    path.unlink() if text is None else path.write_text(text)
-    for read in (emr.verify, lambda folder: emr.extract(folder, "subj", folder.parent / "out")):
-        with pytest.raises(CorruptFileError, match="is missing|checksum mismatch"):
-            read(broken)
-    Auto.from_pretrained(broken)
 
 
 def test_files_of_no_task_may_lie_beside(broken):

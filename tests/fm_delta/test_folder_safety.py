@@ -9,18 +9,17 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from kills import in_child, killed, without_exchange
+from kills import in_child
 from repeats import repeats
 from tiny_checkpoints import contents, fine_tune, pair, weights, write_folder
 from tiny_merges import write_tasks
 
 from hf_ext import BaseModelError, CheckpointError, HfExtError, emr, fm_delta
-from hf_ext.storage.layout import MOVING, OURS
+from hf_ext.storage.layout import MOVING
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="kills processes as Linux does")
 
@@ -28,74 +27,6 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ki
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory):
     return write_tasks(tmp_path_factory.mktemp("tasks"), {"trec": 6, "cr": 2})
-
-
-@pytest.fixture(scope="module")
-def commands(tasks, tmp_path_factory) -> dict[str, tuple[Callable[[Path], object], Path]]:
-    """For each command what it does with `out`, and the result of another call of it, the old content."""
-    place = tmp_path_factory.mktemp("commands")
-    base, folders = tasks
-    reference = write_folder(place / "base", weights())
-    for seed, shards in ((1, 1), (2, 2)):
-        tuned = write_folder(place / f"tuned{seed}", fine_tune(weights(), seed=seed), shards=shards)
-        fm_delta.compress_checkpoint(tuned, reference, place / f"small{seed}")
-    emr.merge(base, {"trec": folders["trec"]}, place / "merged-trec")
-    emr.merge(base, folders, place / "merged")
-    fm_delta.decompress_checkpoint(place / "small1", place / "decompressed")
-    emr.extract(place / "merged", "trec", place / "extracted")
-    return {
-        "compress": (lambda out: fm_delta.compress_checkpoint(place / "tuned2", reference, out), place / "small1"),
-        "decompress": (
-            lambda out: fm_delta.decompress_checkpoint(place / "small2", out, overwrite=True),
-            place / "decompressed",
-        ),
-        "extract": (
-            lambda out: emr.extract(place / "merged", "cr", out, max_shard_size="60KB", overwrite=True),
-            place / "extracted",
-        ),
-        "merge": (lambda out: emr.merge(base, {"cr": folders["cr"]}, out, max_shard_size="60KB"), place / "merged"),
-        "merge coded": (
-            lambda out: emr.merge(base, {"cr": folders["cr"]}, out, max_shard_size="60KB", method="switch", bits=6),
-            place / "merged",
-        ),
-        "add-task": (lambda out: emr.add_task(place / "merged-trec", "again", folders["trec"], out), place / "merged-trec"),
-        "add-task coded": (
-            lambda out: emr.add_task(place / "merged-trec", "cr", folders["cr"], out, method="switch", bits=6),
-            place / "merged-trec",
-        ),
-        "remove-task": (lambda out: emr.remove_task(place / "merged", "trec", out), place / "merged"),
-    }
-
-
-SLOW_COMMANDS = ("decompress", "extract", "merge", "merge coded", "add-task", "add-task coded", "remove-task")
-
-
-@repeats("stride", 9, 1)  # test_written_files.py stops at each step of the writing that all commands share
-@pytest.mark.parametrize("exchanges", [True, False], ids=["one step", "file by file"])
-@pytest.mark.parametrize("name", ["compress", *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW_COMMANDS)])
-def test_a_killed_command_leaves_no_mixed_folder_that_loads(commands, tmp_path, monkeypatch, name, exchanges, stride):
-    if not exchanges:
-        without_exchange(monkeypatch)
-    work, old = commands[name]
-    work(tmp_path / "expected")
-    shutil.copytree(old, tmp_path / "then")
-    work(tmp_path / "then")
-    before, after = contents(old), contents(tmp_path / "then")
-    expected = contents(tmp_path / "expected")
-    expected.pop("README.md", None)  # `then` keeps the card that it has
-    assert expected.items() <= after.items()
-    out, states = tmp_path / "out", set()
-    for step in killed(out, old, lambda: work(out), stride):
-        files = {name: digest for name, digest in contents(out).items() if OURS not in name}
-        states.add("old" if files == before else "new" if files == after else "neither")
-        assert all(digest in (before.get(file), after.get(file)) for file, digest in files.items())
-        assert files in (before, after) or "config.json" not in files and not exchanges
-        if files not in (before, after) and step % 3 == 0:
-            work(out)
-            assert contents(out) == after
-    assert contents(out) == after and "old" in states
-    assert stride > 1 or "new" in states and ("neither" in states) != exchanges
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["expected", "out", "then"]
 
 
 @repeats("rounds", 3, 60)
