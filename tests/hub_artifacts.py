@@ -6,7 +6,6 @@ It runs in processes of its own, signed in (or not) to a `LocalHub`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ import tiny_uni_med
 import torch
 from hosts import HAS_PISSA
 from huggingface_hub import HfApi
-from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from tiny_adapters import NF4, moved, small_llama
 from tiny_merges import write_tasks
 from tiny_models import bert, inputs, perturb
@@ -82,7 +81,15 @@ def adapter(config: type, **of_base: Any) -> Artifact:
         model.push_to_hub(repo, **options)
         return model
 
-    return Artifact(push, partial(AutoPeftModelForCausalLM.from_pretrained, **of_base), logits)
+    def load(repo: str, **options: Any) -> Any:
+        """Loads it as everybody does, and checks that training resumes in its form."""
+        model = AutoPeftModelForCausalLM.from_pretrained(repo, **options, **of_base)
+        base = AutoModelForCausalLM.from_pretrained("user/llama", **of_base)
+        again = PeftModel.from_pretrained(base, repo, config=config.from_pretrained(repo, **options), **options)
+        torch.testing.assert_close(logits(again), logits(model), rtol=0, atol=2e-6)
+        return model
+
+    return Artifact(push, load, logits)
 
 
 def push_discriminator(seed: int, repo: str, **options: Any) -> Discriminator:
@@ -90,7 +97,7 @@ def push_discriminator(seed: int, repo: str, **options: Any) -> Discriminator:
     base, tokenizer = AutoModelForCausalLM.from_pretrained("user/gpt2"), AutoTokenizer.from_pretrained("user/gpt2")
     model = moved(get_peft_model(base, tiny_transfers.lora("gpt2"), adapter_name=NAME), seed)
     made = Discriminator(model.eval(), tokenizer, "pick")
-    made.push_to_hub(repo, **options)
+    made.save_pretrained(mkdtemp(), push_to_hub=True, repo_id=repo, **options)
     return made
 
 

@@ -18,6 +18,7 @@ import os
 import re
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -105,6 +106,21 @@ def on_ranks(function: Callable[..., None], *arguments: object, count: int = 2) 
         rank.join(120)
         rank.kill()
     return [rank.exitcode for rank in ranks]
+
+
+def launched(rank: int, port: int, count: int = 2) -> None:
+    """Makes this process one of a job, as `accelerate launch` and torchrun do: by environment variables."""
+    from accelerate.state import AcceleratorState
+
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
+    AcceleratorState._reset_state(reset_partial_state=True)  # of the process that this one is a fork of
+
+
+def free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]
 
 
 def _start(process: multiprocessing.process.BaseProcess) -> None:

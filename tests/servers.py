@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import time
 import urllib.error
@@ -13,6 +12,7 @@ import urllib.request
 from pathlib import Path
 
 import torch
+from processes import free_port
 from tiny_models import perturb
 from tiny_transfers import build_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -93,9 +93,7 @@ class Server:
     """
 
     def __init__(self, command: list[str], log: Path, environment: dict[str, str]):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
+        port = str(free_port())
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
         self.process = subprocess.Popen(

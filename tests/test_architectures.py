@@ -30,29 +30,25 @@ from transformers import AutoConfig, PreTrainedModel
 from hf_ext import HfExtError, PissaConfig, emr, fm_delta
 from hf_ext.weight_sync import Publisher, Subscriber
 
-#: Classes with odd names, ties, shapes or buffers.
+#: Classes with odd names, ties, shapes or buffers. The first eight needed changes of the package.
 ODD = [
-    "LlamaForCausalLM",
-    "T5ForConditionalGeneration",  # one embedding under three names
     "T5Gemma2ForConditionalGeneration",  # an embedding with another parameter
-    "BartForConditionalGeneration",
-    "MarianMTModel",  # positions that are not saved
-    "BertForSequenceClassification",
-    "BertForSequenceClassification of a bare base",
-    "DistilBertForSequenceClassification",
-    "GPT2LMHeadModel",  # transposed weights
     "CTRLLMHeadModel",  # a tied head with a bias
     "FalconForCausalLM",  # a class of its own for linear layers
     "Gemma4UnifiedForCausalLM",  # settings of single layers
+    "GraniteMoeHybridForCausalLM",  # a setting that is infinite
+    "LevitForImageClassification",  # batch norms
+    "Wav2Vec2ForCTC",  # a weight norm
+    "BertForSequenceClassification of a bare base",
+    "LlamaForCausalLM",
+    "T5ForConditionalGeneration",  # one embedding under three names
+    "MarianMTModel",  # positions that are not saved
+    "GPT2LMHeadModel",  # transposed weights
     "MixtralForCausalLM",  # fused experts
     "Glm4MoeForCausalLM",  # a dense layer and shared experts
-    "GraniteMoeHybridForCausalLM",  # a setting that is infinite
     "Qwen2VLForConditionalGeneration",  # the order of the layers
-    "WhisperForConditionalGeneration",
     "CLIPModel",
-    "LevitForImageClassification",  # batch norms
     "ConvNextForImageClassification",
-    "Wav2Vec2ForCTC",  # a weight norm
 ]
 #: What is refused: by operation, the error's text, and the classes.
 REFUSED: dict[str, dict[str, str]] = {
@@ -73,10 +69,8 @@ def cases() -> list:
     if names:
         names = classes() if names == "all" else names.split(",")
         return [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in names]
-    tenth = sorted(  # together with those above, of all that are built
-        name for name in classes() if zlib.crc32(name.encode()) % 16 == 0 and name not in ODD
-    )
-    return [*ODD, *(pytest.param(name, marks=pytest.mark.slow) for name in tenth)]
+    drawn = sorted(name for name in classes() if zlib.crc32(name.encode()) % 48 == 0 and name not in ODD)
+    return [*ODD[:8], *(pytest.param(name, marks=pytest.mark.slow) for name in (*ODD[8:], *drawn))]
 
 
 class Case:

@@ -81,15 +81,20 @@ def test_a_checkpoint_is_compressed_checked_and_restored(tmp_path, capsys):
     small, back = tmp_path / "small", tmp_path / "back"
     code, out, _ = run(capsys, "compress", src, "--base", base, "--out", small)
     assert (code, out) == (0, fm_delta.inspect(small).summary() + "\n")
-    assert run(capsys, "verify", small)[:2] == (
-        0,
-        f"All 7 tensors of {small} match their checksums. Files without weights have none.\n",
-    )
-    assert run(capsys, "decompress", small, "--out", back)[:2] == (
-        0,
-        f"{back} holds the original weights, and the other files of {small}.\n",
-    )
+    checked = f"All 7 tensors of {small} match their checksums. Files without weights have none.\n"
+    assert run(capsys, "verify", small)[:2] == (0, checked)
+    restored = f"{back} holds the original weights, and the other files of {small}.\n"
+    assert run(capsys, "decompress", small, "--out", back)[:2] == (0, restored)
     assert contents(back) == contents(src)
+
+
+def test_json_prints_the_result_and_nothing_else_to_stdout(folder, capsys):
+    out, back = folder / "out", folder / "back"
+    result = shown(capsys, "compress", folder / "tuned", "--base", folder / "base", "--out", out)
+    inspected = json.loads(json.dumps(fm_delta.inspect(out).to_dict()))
+    assert shown(capsys, "inspect", out) == inspected and result == inspected | {"tensors": 7}
+    assert shown(capsys, "verify", out) == {"src": str(out), "tensors": 7}
+    assert shown(capsys, "decompress", out, "--out", back) == {"out": str(back)}
 
 
 def test_a_checkpoint_is_compressed_without_a_base(folder, capsys):
@@ -272,26 +277,28 @@ def tasks(tmp_path_factory):
 def test_tasks_are_merged_checked_shown_and_taken_out_again(tmp_path, tasks, capsys):
     base, folders = tasks
     named = [part for task, folder in folders.items() for part in ("--task", f"{task}={folder}")]
-    merged = tmp_path / "merged"
+    merged, one = tmp_path / "merged", tmp_path / "cr"
     code, out, _ = run(capsys, "merge", "--base", base, *named, "--out", merged)
     assert (code, out) == (0, emr.report(merged).summary() + "\n")
     assert run(capsys, "inspect", merged)[:2] == (0, f"{emr.report(merged)}\n")
     assert shown(capsys, "inspect", merged, "--plot", tmp_path / "tasks.png") == emr.report(merged).to_dict()
     assert (tmp_path / "tasks.png").read_bytes().startswith(b"\x89PNG\r\n")
     assert run(capsys, "verify", merged)[0] == 0
-    assert run(capsys, "extract", merged, "--task", "cr", "--out", tmp_path / "cr")[0] == 0
+    assert shown(capsys, "extract", merged, "--task", "cr", "--out", one) == {"out": str(one), "task": "cr"}
     emr.extract(merged, "cr", tmp_path / "expected")
-    assert contents(tmp_path / "cr") == contents(tmp_path / "expected")
+    assert contents(one) == contents(tmp_path / "expected")
 
 
 def test_a_task_is_added_by_a_command(tmp_path, tasks, capsys):
     base, folders = tasks
-    assert run(capsys, "merge", "--base", base, "--task", f"cr={folders['cr']}", "--out", tmp_path / "one")[0] == 0
+    result = shown(capsys, "merge", "--base", base, "--task", f"cr={folders['cr']}", "--out", tmp_path / "one")
+    assert [task["task"] for task in result["tasks"]] == ["cr"] and result["bytes"] > 0
     command = ("add-task", tmp_path / "one", "--out", tmp_path / "two", "--task")
     assert "has a task 'cr' already" in mistaken(capsys, *command, f"cr={folders['subj']}")
     assert "--method switch" in fails(capsys, *command, f"subj={folders['subj']}")
-    assert run(capsys, *command, f"cr-again={folders['cr']}")[0] == 0
-    assert [task.task for task in emr.report(tmp_path / "two").tasks] == ["cr", "cr-again"]
+    result = shown(capsys, *command, f"cr-again={folders['cr']}")
+    assert result == emr.report(tmp_path / "two").to_dict()
+    assert [task["task"] for task in result["tasks"]] == ["cr", "cr-again"]
 
 
 def test_a_coded_task_is_merged_added_and_removed_by_commands(tmp_path, tasks, capsys):
@@ -329,23 +336,6 @@ def test_errors_are_one_line(folder, capsys):
     ):
         assert message in fails(capsys, *line)
     assert not out.exists()
-
-
-def test_json_prints_the_result_and_nothing_else_to_stdout(folder, tasks, capsys):
-    src, base, small, out = folder / "tuned", folder / "base", folder / "small", folder / "out"
-    merge_base, folders = tasks
-    result = shown(capsys, "compress", src, "--base", base, "--out", out)
-    inspected = json.loads(json.dumps(fm_delta.inspect(out).to_dict()))
-    assert shown(capsys, "inspect", out) == inspected and result == inspected | {"tensors": 7}
-    assert shown(capsys, "verify", out) == {"src": str(out), "tensors": 7}
-    assert shown(capsys, "decompress", small, "--out", folder / "back") == {"out": str(folder / "back")}
-    task = ("--task", f"cr={folders['cr']}", "--task", f"trec={folders['trec']}")
-    result = shown(capsys, "merge", "--base", merge_base, *task, "--out", folder / "merged")
-    assert [task["task"] for task in result["tasks"]] == ["cr", "trec"] and result["bytes"] > 0
-    result = shown(capsys, "add-task", folder / "merged", "--task", f"more={folders['cr']}", "--out", folder / "more")
-    assert result == emr.report(folder / "more").to_dict()
-    result = shown(capsys, "extract", folder / "more", "--task", "cr", "--out", folder / "cr")
-    assert result == {"out": str(folder / "cr"), "task": "cr"}
 
 
 def examples(text: str) -> list[list[str]]:

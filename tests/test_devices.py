@@ -40,7 +40,7 @@ LAST = {
 PISSA = {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 
 
-@pytest.fixture(params=[1, 2], ids=["one", "two"])
+@pytest.fixture(params=[pytest.param(1, marks=pytest.mark.slow), 2], ids=["one", "two"])
 def devices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The names of one device or of two. A single GPU has the CPU before it."""
     if CUDA:
@@ -53,7 +53,12 @@ def devices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         yield DEVICES[: request.param]
 
 
-@pytest.fixture(params=["float32", "bfloat16", "autocast", "bfloat16 autocast"])
+@pytest.fixture(
+    params=[
+        *("float32", "bfloat16 autocast"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("bfloat16", "autocast")),
+    ]
+)
 def precision(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -217,7 +222,7 @@ def first_device(devices, monkeypatch) -> Iterator[torch.device]:
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-@pytest.mark.parametrize(("source", "target"), [("gpt2", "llama"), ("llama", "t5")])
+@pytest.mark.parametrize(("source", "target"), [("gpt2", "llama"), pytest.param("llama", "t5", marks=pytest.mark.slow)])
 def test_trans_lora_runs_all_stages(devices, first_device, tmp_path, source, target):
     """One device gets the models from the CPU, one after the other; two have both all the time."""
     model, tokenizer = pretrained(target)

@@ -158,6 +158,9 @@ def test_it_is_pushed_privately_with_a_card_or_keeps_the_one_that_is_there(hub, 
         assert {"tiny", "mine"} < {*data.tags}
         assert data.base_model == {"fm_delta": "user/bert", "emr": "user/body"}[kind]
         assert repo.at("second").files["README.md"].content == b"# Mine"
+    if kind in ("discriminator", "transfer"):
+        card = repo.at("main").files["README.md"].content
+        assert b"base_model: user/gpt2" in card and (kind == "discriminator" or b"inputs given" in card)
     assert not same(pushed[kind]["main"], pushed[kind]["second"])
 
 

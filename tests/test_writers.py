@@ -1,18 +1,24 @@
-"""No writer replaces what it did not write itself, unless told. Each one updates its own result."""
+"""Every writer leaves what it did not write itself, unless told, and what it reads in any case. It updates its own result, and
+leaves the old folder or the new one if it is killed, fails or has no room."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
-from kills import without_exchange
+import torch
+from kills import in_child, killed, without_exchange
 from peft import LoraConfig
+from repeats import repeats
 from tiny_checkpoints import contents, fine_tune, pair, weights, write_folder, write_safetensors
 from tiny_merges import plain, write_tasks
-from tiny_models import fine_tuned, llama
+from tiny_models import fine_tuned, llama, perturb
 from tiny_transfers import judge, teacher
 from typer.main import get_command
 
@@ -22,7 +28,8 @@ from hf_ext.cli.main import main
 from hf_ext.storage.layout import OURS
 from hf_ext.trans_lora import transfer
 
-WRITERS = ("compress", "decompress", "merge", "add-task", "remove-task", "extract", "extract-lora")
+COMMANDS = ("compress", "decompress", "merge", "merge coded", "add-task", "remove-task", "extract", "extract-lora")
+WRITERS = (*COMMANDS, "save", "save over plain")  # the last two are `save_pretrained` of an enabled model
 STRANGERS = {
     "weights": lambda out: write_folder(out, weights(seed=5)),
     "shards": lambda out: write_folder(out, weights(seed=5), shards=2),
@@ -30,41 +37,63 @@ STRANGERS = {
     "PyTorch weights": lambda out: (out / "pytorch_model.bin").write_bytes(b"mine"),
     "notes": lambda out: (out / "notes.txt").write_text("mine"),
 }
+SIZE = "60KB"  # of shards: one of the two results is in several files
+
+
+class Writer(NamedTuple):
+    write: Callable[..., object]  # of the folder to write, and options
+    other: Callable[..., object]  # the same with another source
+    reads: set[Path]  # the folders that `write` reads
 
 
 @pytest.fixture(scope="module")
-def calls(tmp_path_factory) -> dict[str, tuple[Callable[..., object], Callable[..., object]]]:
-    """Each writer as a function of `out` and further options, and the same writer with another source."""
+def calls(tmp_path_factory) -> dict[str, Writer]:
     place = tmp_path_factory.mktemp("sources")
     base, tasks = write_tasks(place, {"trec": 6, "cr": 2})
+    plain(tasks["cr"]).save_pretrained(tasks["cr"], max_shard_size=SIZE)
+    (tasks["cr"] / "model.safetensors").unlink()
     fine_tuned(llama(), place / "llama")
     small, merged = {task: place / f"small-{task}" for task in tasks}, {task: place / f"merged-{task}" for task in tasks}
     for task, folder in tasks.items():
         fm_delta.compress_checkpoint(folder, base, small[task])
         emr.merge(base, {task: folder}, merged[task])
-
     emr.merge(base, tasks, two := place / "two", method="switch", bits=4)
 
-    def both(write: Callable[..., object], *sources: tuple) -> tuple[Callable[..., object], ...]:
-        return tuple(lambda out, source=source, **more: write(*source, out, **more) for source in sources)
+    def both(write: Callable[..., object], *sources: tuple, **options: object) -> Writer:
+        calls = [lambda out, source=source, **more: write(*source, out, **options, **more) for source in sources]
+        parts = [part for read in sources[0] for part in (read.values() if isinstance(read, dict) else [read])]
+        return Writer(*calls, {part for part in parts if isinstance(part, Path)})
+
+    def save(model: torch.nn.Module, size: str) -> Callable[..., object]:
+        return lambda out, **more: model.save_pretrained(out, max_shard_size=size)
 
     names = ("cr", "trec")
+    models = [fm_delta.enable(perturb(llama(), seed), place / "llama/base") for seed in (1, 2)]
     lora = (place / "llama/tuned", place / "llama/base"), (tasks["cr"], base)
+    coded = {"method": "switch", "bits": 6}
     return {
         "compress": both(fm_delta.compress_checkpoint, *((tasks[name], base) for name in names)),
         "decompress": both(fm_delta.decompress_checkpoint, *((small[name],) for name in names)),
         "merge": both(emr.merge, *((base, {name: tasks[name]}) for name in names)),
+        "merge coded": both(emr.merge, *((base, {name: tasks[name]}) for name in names), **coded),
         "add-task": both(emr.add_task, *((merged["cr"], name, tasks["cr"]) for name in ("more", "again"))),
         "remove-task": both(emr.remove_task, (two, "cr"), (two, "trec")),
         "extract": both(emr.extract, *((merged[name], name) for name in names)),
         "extract-lora": both(lambda *source, **more: fm_delta.extract_lora(*source, rank=2, **more), *lora),
+        "save": Writer(save(models[0], SIZE), save(models[1], "100KB"), {place / "llama/base"}),
+        "save over plain": Writer(save(models[0], "100KB"), save(llama(), "1GB"), {place / "llama/base"}),
     }
 
 
-@pytest.mark.parametrize("stranger", STRANGERS)
-@pytest.mark.parametrize("writer", WRITERS)
+# ---- overwriting -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "writer, stranger",
+    [*((writer, "weights") for writer in COMMANDS), *(("merge", name) for name in STRANGERS if name != "weights")],
+)
 def test_a_folder_with_something_else_is_left_unless_told(calls, tmp_path, writer, stranger):
-    write, out = calls[writer][0], tmp_path / "out"
+    write, out = calls[writer].write, tmp_path / "out"
     out.mkdir()
     STRANGERS[stranger](out)
     before = contents(out)
@@ -74,6 +103,36 @@ def test_a_folder_with_something_else_is_left_unless_told(calls, tmp_path, write
     write(out, overwrite=True)
     assert contents(out) != before
     assert all(before.get(name) == contents(out).get(name) for name in ("pytorch_model.bin", "notes.txt"))
+
+
+@pytest.mark.parametrize("spelling", ["a path", "a link", "relative"])
+@pytest.mark.parametrize("writer", WRITERS)
+def test_what_is_read_is_never_overwritten(calls, tmp_path, monkeypatch, writer, spelling):
+    write, _, reads = calls[writer]
+    for folder in reads:
+        before, out = contents(folder), folder
+        if spelling == "a link":
+            out = tmp_path / folder.name
+            out.symlink_to(folder)
+        elif spelling == "relative":
+            monkeypatch.chdir(folder.parent)
+            out = f"{folder.name}/../{folder.name}/"
+        with pytest.raises(CheckpointError, match="cannot be overwritten|base"):
+            write(out, overwrite=True)
+        assert contents(folder) == before
+
+
+@pytest.mark.parametrize(
+    "writer, place",
+    [(writer, place) for writer in WRITERS for place in ("file", "file/below", "/proc/no-such-process/out")]
+    + [(writer, "n" * 300) for writer in ("compress", "decompress", "extract")],
+)
+def test_a_target_that_cannot_be_written_is_named(calls, tmp_path, writer, place):
+    (tmp_path / "file").write_text("mine")
+    out = tmp_path / place
+    with pytest.raises(CheckpointError, match=f"({out}|{out.parent}) (is a file|could not be written|was not written)"):
+        calls[writer].write(out)
+    assert (tmp_path / "file").read_text() == "mine" and [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 @pytest.mark.parametrize(
@@ -101,37 +160,10 @@ def test_what_users_edit_in_a_result_stays(tmp_path, writer, file):
     assert contents(out) != before
 
 
-@pytest.mark.parametrize("writer", WRITERS)
-@pytest.mark.parametrize("start", ["new", "exchanged", "moved"])
-def test_files_are_on_the_disk_before_they_have_their_names(calls, tmp_path, monkeypatch, writer, start):
-    (write, other), out = calls[writer], tmp_path / "out"
-    if start != "new":
-        other(out)
-    if start == "moved":
-        without_exchange(monkeypatch)
-    before, flushed = {*entries(out)}, list[tuple[int, bool]]()
-
-    def flush(descriptor: int) -> None:
-        flushed.append((os.fstat(descriptor).st_ino, {*entries(out)} != before))
-        fsync(descriptor)
-
-    fsync = os.fsync
-    monkeypatch.setattr(os, "fsync", flush)
-    write(out, overwrite=start != "new")
-    new = {*entries(out)} - before
-    assert new and {(inode, False) for inode, _ in new} <= {*flushed}
-    assert ((out if start == "moved" else tmp_path).stat().st_ino, True) in flushed
-
-
-def entries(folder: Path) -> list[tuple[int, str]]:
-    """The inode and the path of every file below a folder."""
-    return [(path.stat().st_ino, str(path)) for path in folder.rglob("*") if path.is_file() and OURS not in str(path)]
-
-
-@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("writer", COMMANDS)
 def test_its_own_result_is_updated(calls, tmp_path, writer):
     """What holds plain weights afterwards tells them from others only by their bytes."""
-    (write, other), out = calls[writer], tmp_path / "out"
+    (write, other, _), out = calls[writer], tmp_path / "out"
     out.mkdir()
     (out / ".gitattributes").write_text("of a new repository")
     write(out)
@@ -195,3 +227,89 @@ def test_every_command_that_writes_a_folder_has_an_option_to_overwrite(tmp_path)
     write_folder(tmp_path / "out", weights(seed=5))
     line = ["compress", str(src), "--base", str(base), "--out", str(tmp_path / "out")]
     assert [main(line), main([*line, "--force"]), main(line)] == [1, 0, 0]
+
+
+# ---- interruptions ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("start", ["new", "exchanged", "moved"])
+def test_files_are_on_the_disk_before_they_have_their_names(calls, tmp_path, monkeypatch, writer, start):
+    (write, other, _), out = calls[writer], tmp_path / "out"
+    if start != "new":
+        other(out)
+    if start == "moved":
+        without_exchange(monkeypatch)
+    before, flushed = {*entries(out)}, list[tuple[int, bool]]()
+
+    def flush(descriptor: int) -> None:
+        flushed.append((os.fstat(descriptor).st_ino, {*entries(out)} != before))
+        fsync(descriptor)
+
+    fsync = os.fsync
+    monkeypatch.setattr(os, "fsync", flush)
+    write(out, overwrite=start != "new")
+    new = {*entries(out)} - before
+    assert new and {(inode, False) for inode, _ in new} <= {*flushed}
+    assert ((out if start == "moved" else tmp_path).stat().st_ino, True) in flushed
+
+
+def entries(folder: Path) -> list[tuple[int, str]]:
+    """The inode and the path of every file below a folder."""
+    return [(path.stat().st_ino, str(path)) for path in folder.rglob("*") if path.is_file() and OURS not in str(path)]
+
+
+KILLS = [(writer, how) for writer in WRITERS for how in ("in one step", "file by file")]
+KILLS += [("compress", "failing"), ("save", "failing")]
+USUAL = [kill for kill in KILLS if kill[0] == "compress" or kill[1] != "file by file"]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="kills processes as Linux does")
+@repeats("stride", 23, 1)  # test_written_files.py stops at each step of the writing that all writers share
+@pytest.mark.parametrize(
+    "writer, how", [kill if kill in USUAL else pytest.param(*kill, marks=pytest.mark.slow) for kill in KILLS]
+)
+def test_a_kill_leaves_the_old_folder_or_the_new(calls, tmp_path, monkeypatch, writer, how, stride):
+    """Moving file by file, it may leave neither: then there is no config.json, and the next run completes the folder."""
+    if how == "file by file":
+        without_exchange(monkeypatch)
+    options: dict = {"overwrite": True} | ({"max_shard_size": SIZE} if writer in ("merge", "merge coded", "extract") else {})
+    start, out, then = (tmp_path / name for name in ("start", "out", "then"))
+    calls[writer].other(start)
+    calls[writer].write(shutil.copytree(start, then), **options)
+    old, new, states = contents(start), contents(then), []
+    assert old != new
+
+    def work() -> None:
+        torch.set_num_threads(1)  # the threads of OpenMP are gone after a fork
+        calls[writer].write(out, **options)
+
+    for step in killed(out, start, work, stride, fail=how == "failing"):
+        files = {name: digest for name, digest in contents(out).items() if OURS not in name}
+        states.append("old" if files == old else "new" if files == new else "neither")
+        assert all(digest in (old.get(file), new.get(file)) for file, digest in files.items())
+        assert states[-1] != "neither" or "config.json" not in files and how == "file by file"
+        if states[-1] == "neither" and step % 3 == 0:
+            work()
+            assert contents(out) == new
+    work()  # clears what the last run left
+    assert contents(out) == new and "old" in states
+    assert stride > 1 or ("neither" in states) == (how == "file by file")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "start", "then"]
+
+
+@pytest.mark.parametrize("writer", [name for name in WRITERS if name != "extract-lora"])  # which tries an adapter elsewhere
+def test_without_room_the_error_says_so_and_all_is_as_it_was(calls, tmp_path, writer):
+    resource = pytest.importorskip("resource")
+    calls[writer].other(tmp_path / "old")
+    before = contents(tmp_path)
+    for limit in (0, 2000):
+        for out in (tmp_path / "old", tmp_path / "new"):
+
+            def work(limit: int = limit, out: Path = out) -> None:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+                calls[writer].write(out, overwrite=True)
+
+            code, answer = in_child(work)
+            assert code == 0 and re.match(f"CheckpointError: {out} (was not|could not be) written: .*File too large", answer)
+            assert contents(tmp_path) == before and [path.name for path in tmp_path.iterdir()] == ["old"]

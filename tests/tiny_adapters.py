@@ -57,6 +57,17 @@ class Convolutions(nn.Module):
         return self.pointwise(functional.gelu(self.wide(self.inputs)))
 
 
+class Hidden(nn.Module):
+    """A wrapper that leaves its name out of the state dict."""
+
+    def __init__(self, inside: nn.Module):
+        super().__init__()
+        self.inside = inside
+
+    def state_dict(self, *args, **kwargs):
+        return self.inside.state_dict(*args, **kwargs)
+
+
 def trained(model: PreTrainedModel, config: PeftConfig, seed: int = 1) -> PeftModel:
     """The model with an adapter, all trainable weights of which have moved a little."""
     return moved(get_peft_model(model, config), seed)

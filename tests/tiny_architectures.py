@@ -39,7 +39,7 @@ SIZES = {
     24: "moe_intermediate_size shared_expert_intermediate_size",
     32: "d_embed d_model decoder_hidden_size dim emb_dim embed_dim embedding_dim embedding_size encoder_hidden_size "
     "hidden_size image_size lru_width n_embd out_hidden_size output_hidden_size projection_dim word_embed_proj_dim",
-    48: "d_ff decoder_ffn_dim decoder_intermediate_size dense_intermediate_size dim_feedforward encoder_ffn_dim ffn_dim "
+    48: "d_ff dff decoder_ffn_dim decoder_intermediate_size dense_intermediate_size dim_feedforward encoder_ffn_dim ffn_dim "
     "ffn_hidden_size hidden_dim intermediate_size mlp_dim n_inner",
     64: "max_position_embeddings max_seq_len max_source_positions max_target_positions n_ctx n_positions",
     VOCABULARY: "char_vocab_size entity_vocab_size pronunciation_vocab_size shape_vocab_size t2u_vocab_size vocab_size "

@@ -180,7 +180,7 @@ int main() {
                 const Tensor tensor = make(shape, Content(content));
                 const Bytes body = round_trip(tensor);
                 ++round_trips;
-                const int damages = shape.values > 100'000 ? 6 : shape.values > 10'000 ? 30 : 100;
+                const int damages = shape.values > 100'000 ? 3 : shape.values > 10'000 ? 12 : 50;
                 for (int i = 0; i < damages; ++i) ++(decodes(tensor, damage(body), 1 + i % 2) ? decoded : refused);
                 // A sound body of another tensor: the sizes lie everywhere.
                 const Tensor stranger = make(shapes[below(std::size(shapes) - 1)], FINE_TUNE);

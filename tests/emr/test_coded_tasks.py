@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 import torch
 import xxhash
+from repeats import some
 from safetensors.torch import save_file
 from tiny_checkpoints import contents, fine_tune, weights, write_folder
 from tiny_merges import classifier, same_tensors, tensors_of, write_tasks
-from tiny_models import MODELS, assert_same_weights, bert, perturb
+from tiny_models import assert_same_weights, bert
 from transformers import AutoModelForSequenceClassification, BertModel
 
 from hf_ext import BaseModelError, CheckpointError, CorruptFileError, UnsavedChangesError, emr
@@ -50,24 +51,6 @@ def away(tensors, single, base) -> float:
     pairs = [pair for pair in pairs if pair[1].shape == pair[2].shape]
     off, moved = (sum(float((pair[1] - pair[i]).square().sum()) for pair in pairs) for i in (0, 2))
     return (off / moved) ** 0.5
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_every_model_is_coded_and_comes_back_close(tmp_path, name):
-    model = MODELS[name].build()
-    model.save_pretrained(tmp_path / "base")
-    for seed in (1, 2):
-        perturb(model, seed).save_pretrained(tmp_path / f"t{seed}", max_shard_size="40KB" if seed == 2 else "50GB")
-    tasks = {"one": tmp_path / "t1", "two": tmp_path / "t2"}
-    report = emr.merge(tmp_path / "base", tasks, tmp_path / "merged", max_shard_size="50KB", method="switch", keep=0.9)
-    base = tensors_of(tmp_path / "base")
-    for task, folder in tasks.items():
-        found, single = extracted(tmp_path / "merged", task, tmp_path / "out"), tensors_of(folder)
-        assert {name: (t.shape, t.dtype) for name, t in found.items()} == {
-            name: (t.shape, t.dtype) for name, t in single.items()
-        }
-        assert away(found, single, base) < 0.5
-    assert all(task.relative < 0.5 and 0 < task.density <= 1 and task.bits > 0 and task.step for task in report.tasks)
 
 
 def test_the_tasks_switch_save_and_are_checked(tmp_path, folders, coded):
@@ -205,7 +188,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@some("dtype", [torch.bfloat16], [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("asked", [{"bits": 0.3}, {"keep": 0.02}], ids=str)
 def test_what_is_written_takes_what_was_asked_whichever_layer_changed(tmp_path, monkeypatch, dtype, change, asked):
     generator = torch.Generator().manual_seed(0)
@@ -258,8 +241,7 @@ def test_float64_is_refused(tmp_path):
         emr.merge(tmp_path / "base", {"t": tmp_path / "task"}, tmp_path / "out", method="switch")
 
 
-@pytest.mark.parametrize("size", [100_000, "100KB"])
-def test_a_folder_takes_at_most_the_size_that_was_asked_for(tmp_path, size):
+def test_a_folder_takes_at_most_the_size_that_was_asked_for(tmp_path):
     base = {"up.weight": torch.randn(512, 512), "norm.weight": torch.ones(512)}
     write_folder(tmp_path / "base", base)
     for seed in (1, 2):
@@ -270,30 +252,12 @@ def test_a_folder_takes_at_most_the_size_that_was_asked_for(tmp_path, size):
         emr.merge(tmp_path / "base", tasks, tmp_path / "out", method="switch", size=size)
         return sum(path.stat().st_size for path in (tmp_path / "out").rglob("*") if path.is_file())
 
-    assert 90_000 < written(size) <= 100_000
+    assert 90_000 < written("100KB") <= 100_000
     assert written(40_000) <= 40_000  # with the card of the merge before
     with pytest.raises(CheckpointError, match="A folder of 2000 bytes is too small") as error:
         written(2000)
     advised = int(re.search(r"Give at least (\d+) bytes", str(error.value))[1])
     assert written(advised) <= advised < 30_000
-
-
-def test_each_damaged_byte_and_a_changed_base_are_noticed(tmp_path, folders):
-    base = shutil.copytree(folders[0], tmp_path / "base")
-    emr.merge(base, {"cr": folders[1]["cr"]}, tmp_path / "merged", method="switch", bits=4)
-    path = tmp_path / "merged/task-cr/modulators.safetensors"
-    good = path.read_bytes()
-    for place in range(8, len(good), 499):
-        path.write_bytes(good[:place] + bytes([good[place] ^ 0x15]) + good[place + 1 :])
-        with pytest.raises(CorruptFileError, match="cr"):
-            emr.verify(tmp_path / "merged")
-    path.write_bytes(good)
-    tensors = tensors_of(base)
-    name = "encoder.layer.0.output.dense.weight"
-    tensors[name].view(-1)[tensors[name].numel() // 3] += 1  # beside what the base's fingerprint covers
-    save_file(tensors, base / "model.safetensors", {"format": "pt"})
-    with pytest.raises(BaseModelError, match=name):
-        emr.extract(tmp_path / "merged", "cr", tmp_path / "out")
 
 
 def forge(folder, task) -> None:
@@ -314,22 +278,19 @@ def forge(folder, task) -> None:
     other.replace(file.path)
 
 
-def test_the_file_of_another_merge_is_noticed(tmp_path, folders):
-    base, tasks = folders
-    for folder, bits in (("one", 3), ("other", 6)):
-        emr.merge(base, {"cr": tasks["cr"]}, tmp_path / folder, method="switch", bits=bits)
-    shutil.copy(tmp_path / "other/task-cr/modulators.safetensors", tmp_path / "one/task-cr/modulators.safetensors")
-    with pytest.raises(CorruptFileError, match="belongs to another merge"):
-        Auto.from_pretrained(tmp_path / "one")
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory, folders):
+    """A merge of an elected task and of two coded ones."""
+    (base, tasks), place = folders, tmp_path_factory.mktemp("mixed")
+    emr.merge(base, {"trec": tasks["trec"]}, place / "elected")
+    emr.add_task(place / "elected", "cr", tasks["cr"], place / "two", method="switch", bits=6)
+    emr.add_task(place / "two", "subj", tasks["subj"], place / "merged", bits=6)
+    return place / "merged"
 
 
 @pytest.mark.parametrize("active", ["cr", "trec"])
-def test_a_change_that_cannot_be_decoded_leaves_the_weights_of_the_active_task(tmp_path, folders, active):
-    base, tasks = folders
-    emr.merge(base, {"trec": tasks["trec"]}, tmp_path / "elected")
-    emr.add_task(tmp_path / "elected", "cr", tasks["cr"], tmp_path / "two", method="switch", bits=6)
-    emr.add_task(tmp_path / "two", "subj", tasks["subj"], tmp_path / "merged", bits=6)
-    forge(tmp_path / "merged", "subj")
+def test_a_change_that_cannot_be_decoded_leaves_the_weights_of_the_active_task(tmp_path, mixed, active):
+    forge(shutil.copytree(mixed, tmp_path / "merged"), "subj")
     model = Auto.from_pretrained(tmp_path / "merged")
     model.set_task(active)
     before = deepcopy(model)
@@ -353,7 +314,7 @@ def test_a_change_that_cannot_be_decoded_leaves_the_weights_of_the_active_task(t
 # ---- removing a task -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["emr", "switch", "mixed"])
+@some("method", ["mixed"], ["emr", "switch"])
 def test_the_tasks_that_stay_keep_all_bits(tmp_path, folders, method):
     base, tasks = folders
     same = {"cr": tasks["cr"], "trec": tasks["trec"], "again": tasks["cr"]}  # a head that two of three share
@@ -377,8 +338,6 @@ def test_the_tasks_that_stay_keep_all_bits(tmp_path, folders, method):
         model.set_task(gone)  # the old folder is still there
     with pytest.raises(CheckpointError, match="There is no task 'x'"):
         emr.remove_task(whole, "x", tmp_path / "none")
-    with pytest.raises(CheckpointError, match="cannot be overwritten"):
-        emr.remove_task(whole, names[0], whole)
 
 
 def test_the_last_task_and_a_task_in_use(tmp_path, folders):

@@ -1,19 +1,24 @@
-"""A merge with a file that is damaged, missing, or of another merge does not load."""
+"""A merge with damaged or forged files does not load, and a damaged base gives the exact tensors or an error. Tests of every
+reader are in test_promises_reading.py."""
 
 from __future__ import annotations
 
 import re
 import shutil
 
+import numpy as np
 import pytest
+import torch
 from processes import loads_without_plugin
-from tiny_checkpoints import edit_settings
+from tiny_checkpoints import edit_settings, write_folder
 from tiny_merges import METHODS, classifier, write_tasks
-from tiny_models import bert, perturb
 from transformers import AutoModelForSequenceClassification
 
-from hf_ext import BaseModelError, CheckpointError, CorruptFileError, EMRConfig, emr
+from hf_ext import CheckpointError, CorruptFileError, EMRConfig, HfExtError, emr
+from hf_ext.emr.folder import MergeFolder
 from hf_ext.emr.modulators import Modulated, TaskFile, copy_task
+from hf_ext.storage.native import FLOATS
+from hf_ext.storage.safetensors_file import SafetensorsFile, torch_dtype
 
 Auto = AutoModelForSequenceClassification
 
@@ -41,6 +46,7 @@ def modulators(folder, task="subj"):
     return folder / f"task-{task}" / "modulators.safetensors"
 
 
+@pytest.mark.parametrize("merges", ["switch"], indirect=True)
 def test_without_the_plugin_it_fails_loudly(merges):
     targets = (f"{auto}@{merges / 'merged'}" for auto in ("AutoModel", "AutoModelForSequenceClassification"))
     outcomes, printed = loads_without_plugin(*targets)
@@ -51,47 +57,10 @@ def test_each_damaged_byte_of_the_modulators_is_noticed(broken):
     path = modulators(broken)
     good = path.read_bytes()
     header = int.from_bytes(good[:8], "little")
-    for place in (*range(8, 8 + header, 211), *range(8 + header, len(good), 97), len(good) - 1):
+    for place in (*range(8, 8 + header, 421), *range(8 + header, len(good), 197), len(good) - 1):
         path.write_bytes(good[:place] + bytes([good[place] ^ 0x15]) + good[place + 1 :])
         with pytest.raises(CorruptFileError, match="subj"):
             emr.verify(broken)
-    for cut in (0, 7, 100, len(good) // 2, len(good) - 1):
-        path.write_bytes(good[:cut])
-        with pytest.raises(CorruptFileError, match="subj"):
-            Auto.from_pretrained(broken)
-
-
-def change_version(path):
-    data = path.read_bytes()
-    assert data.count(b'\\"version\\": 1') == 1
-    path.write_bytes(data.replace(b'\\"version\\": 1', b'\\"version\\": 9'))
-
-
-DAMAGES = {
-    "none": (lambda merge: modulators(merge).unlink(), "is missing"),
-    "another merge's": (
-        lambda merge: shutil.copy(modulators(merge.parent / "second"), modulators(merge)),
-        "belongs to another merge",
-    ),
-    "another task's": (lambda merge: shutil.copy(modulators(merge, "cr"), modulators(merge)), "belongs to task 'cr', not"),
-    "no first task": (lambda merge: edit_settings(merge, tasks=["subj"]), "does not list the task 'cr'"),
-    "no last task": (lambda merge: edit_settings(merge, tasks=["cr"]), "does not list the task 'subj'"),
-    "later version": (lambda merge: change_version(modulators(merge)), "format version 9.*update hf_ext"),
-    "another base": (
-        lambda merge: perturb(bert(), 5).bert.save_pretrained(merge.parent / "in/base"),
-        "is another model or revision",
-    ),
-    "no base": (lambda merge: (merge.parent / "in/base/model.safetensors").unlink(), "is needed to read this checkpoint"),
-}
-
-
-@pytest.mark.parametrize("name", DAMAGES)
-def test_files_that_do_not_belong_together_are_refused(broken, name):
-    damage, message = DAMAGES[name]
-    damage(broken)
-    for use in (Auto.from_pretrained, lambda folder: emr.extract(folder, "subj", folder.parent / "out")):
-        with pytest.raises(BaseModelError if "base" in name else CorruptFileError, match=message):
-            use(broken)
 
 
 @pytest.mark.parametrize("tasks", ["cr", [], [3], ["../../etc"], None, ["cr", "gone"]])
@@ -120,16 +89,6 @@ def test_modulators_of_tensors_that_do_not_exist_are_refused(broken, change):
         Auto.from_pretrained(broken)
 
 
-@pytest.mark.parametrize("text", [None, "", "{}", "{", '{"model_type": "gpt2"}'])
-def test_a_task_without_its_config_is_refused(broken, text):
-    path = broken / "task-subj" / "config.json"
-    path.unlink() if text is None else path.write_text(text)
-    for read in (emr.verify, lambda folder: emr.extract(folder, "subj", folder.parent / "out")):
-        with pytest.raises(CorruptFileError, match="is missing|checksum mismatch"):
-            read(broken)
-    Auto.from_pretrained(broken)
-
-
 def test_files_of_no_task_may_lie_beside(broken):
     (broken / "task-notes").mkdir()
     modulators(broken, "notes").write_text("garbage")
@@ -149,3 +108,50 @@ def test_merging_over_a_damaged_merge_leaves_none_of_its_tasks(broken, tmp_path)
 def test_an_emr_config_does_not_load_a_plain_checkpoint(merges):
     with pytest.raises(CheckpointError, match="not a merge"):
         Auto.from_pretrained(merges / "in/cr", quantization_config=EMRConfig(base="somewhere"))
+
+
+# ---- the base --------------------------------------------------------------------------------------------------------
+
+FLIPS = 12  # of a bit each, spread over the base's data
+
+
+def tensors(base_type: str, task_type: str, seed: int) -> dict[str, torch.Tensor]:
+    """Weights as training in bf16 leaves them, in a wider type: most payloads are then coded without the base's low bits."""
+    generator = torch.Generator().manual_seed(0)
+    base = {"layer.weight": torch.randn(24, 16, generator=generator), "layer.bias": torch.zeros(16)}
+    if not seed:
+        return {name: tensor.to(torch_dtype(base_type)) for name, tensor in base.items()}
+    generator.manual_seed(seed)
+    tuned = {name: tensor + torch.randn(tensor.shape, generator=generator) / 64 for name, tensor in base.items()}
+    return {name: tensor.bfloat16().to(torch_dtype(task_type)) for name, tensor in tuned.items()}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("task_type", FLOATS)
+@pytest.mark.parametrize("base_type", FLOATS)
+def test_a_flipped_bit_of_the_base_is_found_or_harmless(tmp_path, base_type, task_type, method):
+    if (task_type, method) == ("F64", "switch"):
+        pytest.skip("float64 cannot be coded")
+    base = write_folder(tmp_path / "base", tensors(base_type, task_type, 0))
+    tasks = {f"t{seed}": write_folder(tmp_path / f"t{seed}", tensors(base_type, task_type, seed)) for seed in (1, 2)}
+    emr.merge(base, tasks, tmp_path / "merged", **METHODS[method])
+    merged = MergeFolder(tmp_path / "merged")
+    expected = {(task, name): merged.tensor(task, name).data for task in tasks for name in merged.source(task).names()}
+    path = base / "model.safetensors"
+    content, start = path.read_bytes(), 8 + len(SafetensorsFile(path).header_bytes)
+    noticed = 0
+    for place in np.linspace(start, len(content) - 1, FLIPS, dtype=int):
+        damaged = bytearray(content)
+        damaged[place] ^= 1 << place % 8
+        path.write_bytes(damaged)
+        try:
+            merged = MergeFolder(tmp_path / "merged")
+            for (task, name), data in expected.items():
+                assert np.array_equal(merged.tensor(task, name).data, data), (place, task, name)
+        except HfExtError:
+            noticed += 1
+            with pytest.raises(HfExtError):
+                emr.verify(tmp_path / "merged")
+        else:
+            emr.verify(tmp_path / "merged")
+    assert noticed

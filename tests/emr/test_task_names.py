@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+from repeats import some
 from safetensors.torch import save_file
 from tiny_checkpoints import edit_config
 from tiny_merges import same_tensors, tensors_of
@@ -105,47 +107,57 @@ def states(merged: Path, kind: type[PreTrainedModel], out: Path) -> dict[str, di
     return tasks
 
 
-@pytest.mark.parametrize(
-    ("build", "edits"),
+def merged_states(build: Callable[[], PreTrainedModel], edits: tuple[Edit, ...], place: Path) -> tuple[dict, int]:
+    """The weights of the two tasks of a merge whose files are edited, and how many tensors it elects."""
+    model = build()
+    models = (model, perturb(model, 1), perturb(model, 2))
+    base, a, b = (write(*parts) for parts in zip(models, (place / name for name in ("base", "a", "b")), edits))
+    emr.merge(base, {"a": a, "b": b}, place / "merged")
+    return states(place / "merged", type(model), place / "extracted"), len(MergeFolder(place / "merged").elected.names())
+
+
+@pytest.fixture(scope="module")
+def unedited(tmp_path_factory) -> Callable[..., tuple[dict, int]]:
+    return cache(lambda build: merged_states(build, (plain,) * 3, tmp_path_factory.mktemp("plain")))
+
+
+@some(
+    "build, edits",
     [
-        (bert, (plain, GAMMA, plain)),
         (bert, (GAMMA, plain, GAMMA)),
-        (bert, (plain, plain, without_prefix("bert."))),
         (bert, (without_prefix("bert."), GAMMA, without_prefix("bert."))),
         (masked_bert, (plain, twice("cls.predictions.decoder.bias", "cls.predictions.bias"), plain)),
-        (tied_llama, (plain, renamed((EMBEDDING, HEAD)), plain)),
         (tied_llama, (plain, renamed((EMBEDDING, HEAD)), renamed((EMBEDDING, HEAD)))),
         (tied_llama, (renamed((EMBEDDING, HEAD)), plain, renamed((EMBEDDING, HEAD)))),
-        (tied_llama, (plain, plain, twice(HEAD, EMBEDDING))),
         (tied_llama, (twice(HEAD, EMBEDDING), plain, without_prefix("model."))),
-        (t5, (plain, renamed(("shared", "encoder.embed_tokens")), plain)),
         (t5, (renamed(("shared", "decoder.embed_tokens")), twice(T5_EMBEDDING, "shared.weight"), plain)),
-        (bart, (plain, renamed(("model.shared", "model.encoder.embed_tokens")), renamed(("model.shared", "lm_head")))),
         (llava, (plain, NEW_LLAVA, plain)),
-        (llava, (NEW_LLAVA, plain, plain)),
-        (qwen_moe, (plain, without_prefix("model."), plain)),
         (qwen_moe, (without_prefix("model."), plain, without_prefix("model."))),
     ],
+    [
+        (bert, (plain, GAMMA, plain)),
+        (bert, (plain, plain, without_prefix("bert."))),
+        (tied_llama, (plain, renamed((EMBEDDING, HEAD)), plain)),
+        (tied_llama, (plain, plain, twice(HEAD, EMBEDDING))),
+        (t5, (plain, renamed(("shared", "encoder.embed_tokens")), plain)),
+        (bart, (plain, renamed(("model.shared", "model.encoder.embed_tokens")), renamed(("model.shared", "lm_head")))),
+        (llava, (NEW_LLAVA, plain, plain)),
+        (qwen_moe, (plain, without_prefix("model."), plain)),
+    ],
 )
-def test_names_make_no_difference(tmp_path, build, edits):
-    model = build()
-    tuned = [model, perturb(model, 1), perturb(model, 2)]
-    results = []
-    for place, used in (("plain", (plain,) * 3), ("edited", edits)):
-        names = ("base", "a", "b")
-        base, a, b = (write(*parts) for parts in zip(tuned, (tmp_path / place / name for name in names), used))
-        emr.merge(base, {"a": a, "b": b}, tmp_path / place / "merged")
-        assert len(MergeFolder(tmp_path / place / "merged").elected.names()) == len(tensors_of(tmp_path / "plain/a"))
-        results.append(states(tmp_path / place / "merged", type(model), tmp_path / place / "extracted"))
+def test_names_make_no_difference(tmp_path, unedited, build, edits):
+    expected, elected = unedited(build)
+    tasks, count = merged_states(build, edits, tmp_path)
+    assert count == elected
     for task in ("a", "b"):
-        same_tensors(results[1][task], results[0][task])
+        same_tensors(tasks[task], expected[task])
 
 
 @pytest.mark.parametrize("order", ["tied first", "tied last", "added", "added to ties"])
-@pytest.mark.parametrize(
-    ("build", "one", "other"),
+@some(
+    "build, one, other",
+    [(tied_llama, EMBEDDING, HEAD)],
     [
-        (tied_llama, EMBEDDING, HEAD),
         (t5, "shared.weight", HEAD),
         (masked_bert, "bert.embeddings.word_embeddings.weight", "cls.predictions.decoder.weight"),
     ],

@@ -228,8 +228,8 @@ def test_the_workers_of_a_dask_cluster_do_it(folder, capsys):
     distributed = pytest.importorskip("distributed")
     assert main(["compress-all", str(folder / "models"), "--out", str(folder / "out"), "--scheduler", "nowhere"]) == 2
     assert "'nowhere' is not an address" in capsys.readouterr().err
-    path = {"PYTHONPATH": os.pathsep.join(sys.path)}
-    with distributed.LocalCluster(n_workers=1, threads_per_worker=2, dashboard_address=None, env=path) as cluster:
+    options = {"n_workers": 1, "threads_per_worker": 2, "dashboard_address": None, "processes": False, "protocol": "tcp://"}
+    with distributed.LocalCluster(**options) as cluster:
         command = ["compress-all", folder / "models", "--base", folder / "base", "--out", folder / "out", "--verify", "--json"]
         assert main([*map(str, command), "--scheduler", cluster.scheduler_address]) == 0
     report = json.loads(capsys.readouterr().out)

@@ -184,7 +184,7 @@ def test_a_stopped_training_resumes_from_any_checkpoint_bit_by_bit(tmp_path, bas
     assert_compressed_run(tmp_path, plain, 2, 4, 6)
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["bert", "llama_tied"])
+@repeats("causal", True, False, ids=["llama_tied", "bert"])
 def test_an_enabled_model_trains_as_before_and_resumes_from_shards(tmp_path, causal):
     auto = AutoModelForCausalLM if causal else AutoModelForSequenceClassification
     (llama(tied=True) if causal else bert()).save_pretrained(tmp_path / "base")

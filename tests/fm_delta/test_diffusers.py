@@ -38,21 +38,18 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(
-    ("saving", "loading"),
-    [
-        ({}, {}),
-        ({"variant": "fp16"}, {"variant": "fp16", "torch_dtype": torch.float16}),
-        ({"max_shard_size": "10KB"}, {"device_map": "auto"}),
-        ({"max_shard_size": "10KB", "variant": "v"}, {"variant": "v", "torch_dtype": torch.bfloat16, "device_map": "cpu"}),
-    ],
-    ids=["one file", "variant", "shards", "shards of a variant"],
-)
-def test_a_loaded_model_has_the_same_bits_and_is_an_ordinary_one(
-    tmp_path: Path, name: str, saving: dict, loading: dict
-) -> None:
-    base, plain = model(name), tuned(name)
+SHARDS_OF_A_VARIANT = {"max_shard_size": "10KB", "variant": "v"}
+WAYS = {  # options of saving and of loading
+    "one file": ({}, {}),
+    "variant": ({"variant": "fp16"}, {"variant": "fp16", "torch_dtype": torch.float16}),
+    "shards": ({"max_shard_size": "10KB"}, {"device_map": "auto"}),
+    "shards of a variant": (SHARDS_OF_A_VARIANT, {"variant": "v", "torch_dtype": torch.bfloat16, "device_map": "cpu"}),
+}
+
+
+@pytest.mark.parametrize("name, way", [(name, way) for name in MODELS for way in WAYS if name == "unet" or way == "one file"])
+def test_a_loaded_model_has_the_same_bits_and_is_an_ordinary_one(tmp_path: Path, name: str, way: str) -> None:
+    (saving, loading), base, plain = WAYS[way], model(name), tuned(name)
     base.save_pretrained(tmp_path / "base")
     plain.save_pretrained(tmp_path / "plain", **saving)
     fm_delta.compress_checkpoint(tmp_path / "plain", tmp_path / "base", tmp_path / "small")
@@ -299,18 +296,6 @@ def test_plain_weights_under_a_compressed_config_load(place: Path, tmp_path: Pat
     shutil.copytree(place / "small" / "unet", tmp_path / "unet")
     shutil.copy(place / "tuned" / "unet" / WEIGHTS, tmp_path / "unet")
     assert_same_weights(UNet2DConditionModel.from_pretrained(tmp_path / "unet"), tuned("unet"))
-
-
-@pytest.mark.slow
-def test_each_damaged_byte_of_the_weights_is_noticed(place: Path, tmp_path: Path) -> None:
-    shutil.copytree(place / "small", tmp_path / "small")
-    for path in sorted((tmp_path / "small").rglob("*.safetensors")):
-        whole = path.read_bytes()
-        for position in range(3, len(whole), 997):
-            path.write_bytes(whole[:position] + bytes([whole[position] ^ 1]) + whole[position + 1 :])
-            with pytest.raises(HfExtError):
-                fm_delta.verify(tmp_path / "small")
-        path.write_bytes(whole)
 
 
 @pytest.mark.slow

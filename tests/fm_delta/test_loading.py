@@ -17,7 +17,7 @@ from hosts import adapters_of_transformers, host, pissa
 from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from processes import loads_without_plugin, python
 from safetensors.torch import load_file, save_file
-from tiny_checkpoints import contents, edit_config, edit_settings, flip_bit
+from tiny_checkpoints import contents, edit_config, edit_settings
 from tiny_models import (
     MODELS,
     assert_same_weights,
@@ -46,7 +46,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from hf_ext import BaseModelError, CheckpointError, CorruptFileError, QPissaConfig, fm_delta
+from hf_ext import BaseModelError, CheckpointError, QPissaConfig, fm_delta
 from hf_ext.integration.loading import quantizer
 from hf_ext.storage import DeltaCheckpoint, prefetch
 from hf_ext.storage.delta.file import CompressedFile
@@ -98,10 +98,19 @@ def folder_of(tmp_path_factory):
 # ---- bit-equal to the plain load ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_every_model_loads_bit_equal_and_saves_plainly(folder_of, tmp_path, name):
-    folder = folder_of(name)
-    model, plain = assert_loads_the_same(MODELS[name].auto, folder)
+@pytest.mark.parametrize("name, auto", [*((name, None) for name in MODELS), ("llama", AutoModel), ("mixtral", AutoModel)])
+def test_every_model_loads_bit_equal_decodes_once_and_saves_plainly(folder_of, tmp_path, monkeypatch, name, auto):
+    read, requested, folder = DeltaCheckpoint.read, [], folder_of(name)
+
+    def recorded(self, key, *arguments):
+        requested.append((key, threading.current_thread() is threading.main_thread()))
+        return read(self, key, *arguments)
+
+    monkeypatch.setattr(DeltaCheckpoint, "read", recorded)
+    monkeypatch.setattr(prefetch, "AHEAD", 1)  # a tensor that is not requested next would keep all others waiting
+    model, plain = assert_loads_the_same(auto or MODELS[name].auto, folder)
+    keys = [key for key, _ in requested]
+    assert len(keys) == len(set(keys)) and not any(late for _, late in requested)
     for output, expected in zip(model(**inputs(model)).to_tuple(), plain(**inputs(plain)).to_tuple(), strict=True):
         if isinstance(output, torch.Tensor):
             torch.testing.assert_close(output, expected)
@@ -110,23 +119,6 @@ def test_every_model_loads_bit_equal_and_saves_plainly(folder_of, tmp_path, name
     plain.save_pretrained(tmp_path / "tuned")
     assert contents(tmp_path / "small") == contents(tmp_path / "tuned")
     assert contents(tmp_path / "small").keys() >= {"config.json", "model.safetensors"}
-
-
-@pytest.mark.parametrize("name, auto", [*((name, None) for name in MODELS), ("llama", AutoModel), ("mixtral", AutoModel)])
-def test_no_tensor_is_decoded_twice_and_none_late(folder_of, monkeypatch, name, auto):
-    read, requested = DeltaCheckpoint.read, []
-
-    def recorded(self, key, *arguments):
-        requested.append((key, threading.current_thread() is threading.main_thread()))
-        return read(self, key, *arguments)
-
-    monkeypatch.setattr(DeltaCheckpoint, "read", recorded)
-    monkeypatch.setattr(prefetch, "AHEAD", 1)  # a tensor that is not requested next would keep all others waiting
-    model = (auto or MODELS[name].auto).from_pretrained(folder_of(name) / "small")
-    keys = [key for key, _ in requested]
-    assert len(keys) == len(set(keys)) and not any(late for _, late in requested)
-    plain = (auto or MODELS[name].auto).from_pretrained(folder_of(name) / "tuned")
-    assert_same_weights(model, plain)
 
 
 @pytest.mark.parametrize(
@@ -146,8 +138,9 @@ def test_experts_fused_on_disk_load_bit_equal(tmp_path, build):
     assert {tensor.how for tensor in report.tensors if "experts" in tensor.name and len(tensor.shape) > 2} == {"delta"}
 
 
-@pytest.mark.parametrize("tuned_class", [BertModel, BertForSequenceClassification])
-@pytest.mark.parametrize("base_class", [BertModel, BertForSequenceClassification])
+@pytest.mark.parametrize(
+    "base_class, tuned_class", [(BertModel, BertForSequenceClassification), (BertForSequenceClassification, BertModel)]
+)
 def test_base_and_task_models_predict_each_other(tmp_path, base_class, tuned_class):
     model = bert()
     tuned = perturb(model)
@@ -203,19 +196,10 @@ def test_more_shards_load_than_files_may_be_open(tmp_path):
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.parametrize(("name", "dtype"), [
-    *(("llama", dtype) for dtype in (None, "auto", *DTYPES)),
-    *(("llama_bf16", dtype) for dtype in (None, "auto", torch.float32)),
-    ("mixtral", torch.bfloat16), ("t5", "auto"), ("t5", torch.float16),
-])  # fmt: skip
-def test_a_dtype_gives_what_the_plain_load_gives(folder_of, name, dtype):
-    assert_loads_the_same(MODELS[name].auto, folder_of(name), dtype=dtype)
-
-
 @pytest.mark.parametrize(
     "options",
     [
-        {"dtype": torch.int8},
+        *({"dtype": dtype} for dtype in (None, "auto", *DTYPES, torch.int8)),
         {"dtype": "torch.bfloat16"},
         {"dtype": {"": "bfloat16"}},
         {"torch_dtype": "float16"},
@@ -245,7 +229,15 @@ def test_any_options_give_what_the_plain_load_gives(folder_of, options):
         assert_loads_the_same(AutoModelForCausalLM, folder_of("llama"), **options)
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, "mixed"], ids=str)
+@pytest.mark.parametrize(("name", "dtype"), [
+    *(("llama_bf16", dtype) for dtype in (None, "auto", torch.float32)),
+    ("mixtral", torch.bfloat16), ("t5", "auto"), ("t5", torch.float16),
+])  # fmt: skip
+def test_a_dtype_gives_what_the_plain_load_gives(folder_of, name, dtype):
+    assert_loads_the_same(MODELS[name].auto, folder_of(name), dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, "mixed"], ids=str)
 def test_dtype_auto_needs_no_dtype_in_config_json(tmp_path, dtype):
     model = t5().to(torch.float16 if dtype == "mixed" else dtype)
     if dtype == "mixed":  # most of the bytes are float32, the first tensor is not
@@ -255,12 +247,6 @@ def test_dtype_auto_needs_no_dtype_in_config_json(tmp_path, dtype):
     fm_delta.compress_checkpoint(tmp_path / "tuned", tmp_path / "base", tmp_path / "small")
     assert_loads_the_same(AutoModelForSeq2SeqLM, tmp_path)
     assert_loads_the_same(AutoModelForSeq2SeqLM, tmp_path, dtype="auto")
-
-
-def test_modules_that_stay_in_float32_keep_all_their_bits(folder_of):
-    model, _ = assert_loads_the_same(AutoModelForSeq2SeqLM, folder_of("t5"), dtype=torch.float16)
-    kept = {name for name, weight in model.named_parameters() if weight.dtype == torch.float32}
-    assert kept and all(".wo." in name for name in kept)
 
 
 @pytest.mark.parametrize(
@@ -500,15 +486,6 @@ def folder(folder_of, tmp_path) -> Path:
     return tmp_path
 
 
-def test_a_base_of_other_weights_is_refused_and_both_are_named(folder):
-    perturb(llama(), seed=99).save_pretrained(folder / "other")
-    edit_settings(folder / "small", base=str(folder / "other"))
-    assert_fails(BaseModelError, folder / "base", folder / "other", "config.json", folder=folder / "small")
-    perturb(llama(), seed=99).save_pretrained(folder / "base")  # overwritten
-    edit_settings(folder / "small", base=str(folder / "base"))
-    assert_fails(BaseModelError, folder / "base", "another model or revision", folder=folder / "small")
-
-
 @pytest.mark.parametrize("build, part", [(llama, "mlp"), (llama, "attn"), (mixtral, "experts")], ids=["mlp", "attn", "experts"])
 def test_a_base_changed_between_samples_is_refused(tmp_path, build, part):
     folder = compressed(build(), tmp_path)
@@ -520,55 +497,12 @@ def test_a_base_changed_between_samples_is_refused(tmp_path, build, part):
 
     edit_weights(folder / "base", change)
     assert_fails(BaseModelError, name, folder / "base", folder=folder / "small")
-    shutil.copytree(folder / "base", folder / "moved")
-    edit_settings(folder / "small", base=str(folder / "moved"))
-    assert_fails(BaseModelError, name, folder / "base", folder / "moved", folder=folder / "small")
 
 
 def test_a_config_that_names_no_base_loads_that_of_the_files(folder):
     settings = json.loads((folder / "small/config.json").read_text())["quantization_config"]
     edit_config(folder / "small", quantization_config={name: settings[name] for name in ("quant_method", "dtype")})
     assert_loads_the_same(AutoModelForCausalLM, folder)
-
-
-def test_a_missing_base_is_named_with_what_to_do(folder):
-    (folder / "base").rename(folder / "moved")
-    assert_fails(BaseModelError, folder / "base", '"base" under "quantization_config"', folder=folder / "small")
-    edit_settings(folder / "small", base=str(folder / "moved"))
-    assert_loads_the_same(AutoModelForCausalLM, folder)
-
-
-@pytest.mark.parametrize("place", [0.3, 0.6, 0.999])
-@pytest.mark.parametrize("quantizes", [False, True])
-def test_a_flipped_bit_is_refused_before_a_weight_is_set(folder, place, quantizes):
-    flip_bit(folder / "small/model.safetensors", place)
-    if quantizes:
-        pytest.importorskip("bitsandbytes")
-    options = {"quantization_config": BitsAndBytesConfig(**QUANTIZATIONS["nf4"])} if quantizes else {}
-    assert_fails(CorruptFileError, "Tensor '", "damaged", folder=folder / "small", **options)
-
-
-def test_a_truncated_file_is_refused(folder):
-    path = folder / "small/model.safetensors"
-    path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(Exception, match="(?i)safetensors|incomplete|invalid"):
-        AutoModel.from_pretrained(folder / "small")
-
-
-def test_shards_of_two_saves_and_missing_shards_are_refused(tmp_path):
-    folder = compressed(llama(), tmp_path, max_shard_size="60KB")
-    perturb(llama(), seed=5).save_pretrained(tmp_path / "later", max_shard_size="60KB")
-    fm_delta.compress_checkpoint(tmp_path / "later", tmp_path / "base", tmp_path / "small_later")
-    shard = sorted((folder / "small").glob("*.safetensors"))[1]
-    shutil.copy(tmp_path / "small_later" / shard.name, folder / "small")
-    assert_fails(CorruptFileError, folder / "small", "another save", folder=folder / "small")
-    shard.unlink()
-    assert_fails(CorruptFileError, shard, folder=folder / "small")
-    index = folder / "small/model.safetensors.index.json"
-    record = json.loads(index.read_text())
-    record["weight_map"] = {name: file for name, file in record["weight_map"].items() if file != shard.name}
-    index.write_text(json.dumps(record))
-    assert_fails(CorruptFileError, folder / "small", "missing", folder=folder / "small")
 
 
 def test_plain_weights_with_a_compressed_config_load(folder, monkeypatch):

@@ -509,20 +509,12 @@ def test_an_unusable_checkpoint_is_named(both, tmp_path):
     (tmp_path / "bare").mkdir()
     shutil.copy(models.folder / "cr-plain/model.safetensors", tmp_path / "bare")
     edit_config(shutil.copytree(models.folder / "cr-plain", tmp_path / "packed"), quantization_config={"quant_method": "gptq"})
-    for place in (0.4, 0.9):
-        flip_bit(shutil.copytree(models.folder / "cr", tmp_path / f"damaged-{place}") / "model.safetensors", place)
-    for name, base in (("lost", tmp_path / "gone"), ("wrong", models.folder / "subj-plain")):
-        edit_settings(shutil.copytree(models.folder / "cr", tmp_path / name), base=str(base))
     merged = both["set_task"].folder / "merged"
     for other, error, *parts in (
         (tmp_path / "nothing", CheckpointError, "nothing"),
         ("user/nothing", CheckpointError, "'user/nothing' is neither a folder nor a Hub repository"),
         (tmp_path / "bare", CheckpointError, "no config.json"),
         (tmp_path / "packed", CheckpointError, "quantized (gptq)"),
-        (tmp_path / "damaged-0.4", CorruptFileError, "damaged"),
-        (tmp_path / "damaged-0.9", CorruptFileError, "damaged"),
-        (tmp_path / "lost", BaseModelError, "there is no folder"),
-        (tmp_path / "wrong", BaseModelError, "is another model or revision"),
         (merged, CheckpointError, "hf-ext extract"),
         (f"{merged}#cr", CheckpointError, "is a task of a merge", "set_task('cr')", "hf-ext extract"),
         ("org/merged#cr", CheckpointError, "is a task of a merge"),
@@ -641,12 +633,19 @@ def test_the_weights_below_an_adapter_follow(both, tmp_path):
     assert_same_weights(tuned.unload().bert, models.plain("subj").bert)
 
 
-@pytest.fixture(params=METHODS)
-def broken(tmp_path, request) -> Path:
-    """A merge of its own, to damage."""
-    base, folders = write_tasks(tmp_path, {"cr": 2, "subj": 3})
-    emr.merge(base, folders, tmp_path / "merged", **METHODS[request.param])
-    return tmp_path / "merged"
+@pytest.fixture(scope="module", params=METHODS)
+def merges(tmp_path_factory, request) -> Path:
+    place = tmp_path_factory.mktemp("merges")
+    base, folders = write_tasks(place, {"cr": 2, "subj": 3})
+    emr.merge(base, folders, place / "merged", **METHODS[request.param])
+    edit_settings(place / "merged", base="../base")
+    return place
+
+
+@pytest.fixture
+def broken(merges, tmp_path) -> Path:
+    """A merge beside its base, to damage."""
+    return shutil.copytree(merges, tmp_path / "place") / "merged"
 
 
 def overwrite(path: Path) -> None:

@@ -314,22 +314,13 @@ def test_wrong_models_are_errors(tmp_path, pair):
     LlamaForCausalLM(model.config).save_pretrained(tmp_path / "other")
     with pytest.raises(BaseModelError, match="is not the base of"):
         fm_delta.extract_lora(tuned, tmp_path / "other", out)
-    fm_delta.compress_checkpoint(tuned, base, tmp_path / "small")
-    with pytest.raises(BaseModelError, match="is another model"):
-        fm_delta.extract_lora(tmp_path / "small", tmp_path / "other", out)
-    with pytest.raises(CheckpointError, match="cannot be overwritten"):
-        fm_delta.extract_lora(tuned, base, base)
     wrapped = {f"_orig_mod.{name}": tensor for name, tensor in load_file(tuned / "model.safetensors").items()}
     shutil.copytree(tuned, tmp_path / "wrapped")
     save_file(wrapped, tmp_path / "wrapped" / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match="under a name that loading knows"):
         fm_delta.extract_lora(tmp_path / "wrapped", base, out, rank=4)
-    model.save_pretrained(tmp_path / "quantized")
-    edit_config(tmp_path / "quantized", quantization_config={"quant_method": "gptq", "bits": 4})
-    for fine_tune, prior in ((tmp_path / "quantized", base), (tuned, tmp_path / "quantized")):
-        with pytest.raises((CheckpointError, BaseModelError), match="is quantized"):
-            fm_delta.extract_lora(fine_tune, prior, out)
-    edit_config(tmp_path / "quantized", quantization_config=None, architectures=["NoSuchModel"])
+    model.save_pretrained(tmp_path / "unknown")
+    edit_config(tmp_path / "unknown", architectures=["NoSuchModel"])
     with pytest.raises(CheckpointError, match="NoSuchModel, which is no model class"):
-        fm_delta.extract_lora(tmp_path / "quantized", base, out)
+        fm_delta.extract_lora(tmp_path / "unknown", base, out)
     assert not out.exists()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -51,16 +53,30 @@ def config(**options) -> QPissaConfig:
     return QPissaConfig(**({"r": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM", "iterations": 2} | options))
 
 
-@pytest.fixture
-def base(build, tmp_path) -> Path:
-    build().save_pretrained(tmp_path / "base")
-    return tmp_path / "base"
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> Callable[[Callable[[], nn.Module]], Path]:
+    """Returns the folder of a model, which is saved once."""
+
+    @cache
+    def saved(build: Callable[[], nn.Module]) -> Path:
+        build().save_pretrained(folder := tmp_path_factory.mktemp("base"))
+        return folder
+
+    return saved
 
 
 @pytest.fixture
-def llama_base(tmp_path) -> Path:
-    small_llama().save_pretrained(tmp_path / "base")
-    return tmp_path / "base"
+def base(build, folders) -> Path:
+    return folders(build)
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory, llama_base) -> Path:
+    """A trained adapter of the Llama in NF4, and in `logits.pt` what the model computes with it."""
+    model = trained(load(llama_base, NF4), config())
+    model.save_pretrained(folder := tmp_path_factory.mktemp("adapter"))
+    torch.save(logits(model), folder / "logits.pt")
+    return folder
 
 
 def layers(model: nn.Module) -> dict[str, QPissaLinear]:
@@ -92,11 +108,6 @@ def test_the_start_has_less_error_than_the_quantized_model(base, quantization):
     assert errors[0] < 0.9 * errors[1]
 
 
-@pytest.mark.filterwarnings("error:Unsupported layer type")
-def test_no_warning_calls_the_layers_unsupported(llama_base):
-    get_peft_model(load(llama_base, NF4), config())
-
-
 @every_base
 def test_a_saved_adapter_rebuilds_the_model_bit_for_bit(tmp_path, base, quantization):
     model = trained(load(base, quantization), config(use_rslora=True, lora_alpha=6))
@@ -112,6 +123,7 @@ def test_a_saved_adapter_rebuilds_the_model_bit_for_bit(tmp_path, base, quantiza
     }
 
 
+@pytest.mark.filterwarnings("error:Unsupported layer type")  # of PEFT
 @every_base
 def test_disabling_gives_the_start_of_training(base, quantization):
     model = get_peft_model(load(base, quantization), config())
@@ -177,14 +189,11 @@ def test_a_safe_merge_refuses_nans(llama_base):
 
 
 @pytest.mark.parametrize("low_cpu_mem_usage", [False, True])
-def test_it_loads_through_every_door(tmp_path, llama_base, low_cpu_mem_usage):
-    model = trained(load(llama_base, NF4), config())
-    model.save_pretrained(tmp_path / "adapter")
-    expected = logits(model)
-    again = PeftModel.from_pretrained(load(llama_base, NF4), tmp_path / "adapter", low_cpu_mem_usage=low_cpu_mem_usage)
+def test_it_loads_through_every_door(llama_base, adapter, low_cpu_mem_usage):
+    expected = torch.load(adapter / "logits.pt")
+    again = PeftModel.from_pretrained(load(llama_base, NF4), adapter, low_cpu_mem_usage=low_cpu_mem_usage)
     assert difference(logits(again), expected) < 2e-6
-    options = {"quantization_config": BitsAndBytesConfig(**NF4)}
-    again = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter", **options)
+    again = AutoPeftModelForCausalLM.from_pretrained(adapter, quantization_config=BitsAndBytesConfig(**NF4))
     assert difference(logits(again), expected) < 2e-6
 
 
@@ -201,32 +210,18 @@ def test_layers_in_full_precision_get_plain_pissa(tmp_path, llama_base, quantiza
 
 
 def test_a_base_in_full_precision_takes_the_change_alone(tmp_path, llama_base):
-    model = trained(load(llama_base, NF4), config())
-    changes = {name: layer.get_delta_weight("default") for name, layer in layers(model).items()}
-    model.save_pretrained(tmp_path / "adapter")
-    expected = load(llama_base)
-    for name, change in changes.items():
-        expected.get_submodule(name.removeprefix("base_model.model.")).weight.data += change.cpu()
-    again = PeftModel.from_pretrained(load(llama_base), tmp_path / "adapter")
-    assert difference(logits(again), logits(expected)) < 1e-5
-
-
-def test_peft_saves_the_change_as_a_lora_of_the_original_base(tmp_path, llama_base):
     from peft.tuners.lora.conversion import save_as_lora
 
     model = trained(load(llama_base, NF4), config())
-    save_as_lora(tmp_path / "lora", model, rank=16)
+    changes = {name: layer.get_delta_weight("default") for name, layer in layers(model).items()}
     model.save_pretrained(tmp_path / "adapter")
-    both = [PeftModel.from_pretrained(load(llama_base), tmp_path / name) for name in ("lora", "adapter")]
-    assert difference(*map(logits, both)) < 1e-5
-
-
-def test_combining_by_weights_is_an_error(llama_base):
-    model = trained(load(llama_base, NF4), config())
-    expected = logits(model)
-    with pytest.raises(ValueError, match=r"\['default'\] are in PiSSA's training form"):
-        model.add_weighted_adapter(["default"], [0.5], "half", "cat")
-    assert list(model.peft_config) == ["default"] and torch.equal(logits(model), expected)
+    save_as_lora(tmp_path / "lora", model, rank=16)  # PEFT's
+    expected = load(llama_base)
+    for name, change in changes.items():
+        expected.get_submodule(name.removeprefix("base_model.model.")).weight.data += change.cpu()
+    for kind in ("adapter", "lora"):
+        again = PeftModel.from_pretrained(load(llama_base), tmp_path / kind)
+        assert difference(logits(again), logits(expected)) < 1e-5
 
 
 def test_a_copied_configuration_starts_an_adapter_too(llama_base):
@@ -238,15 +233,14 @@ def test_a_copied_configuration_starts_an_adapter_too(llama_base):
         unloaded.merge_and_unload()
 
 
-def test_adapters_share_a_residual_and_its_start(tmp_path, llama_base):
+def test_adapters_share_a_residual_and_its_start(llama_base, adapter):
     model = trained(load(llama_base, NF4), config())
     first = logits(model)
-    model.save_pretrained(tmp_path / "adapter")
     start = logits(get_peft_model(load(llama_base, NF4), config()))
     model.add_adapter("second", config())
     model.set_adapter("second")
     assert difference(logits(model), start) < 2e-6
-    model.load_adapter(tmp_path / "adapter", "third")
+    model.load_adapter(adapter, "third")
     model.set_adapter("third")
     assert torch.equal(logits(model), first)
     model.delete_adapter("default")
@@ -255,32 +249,29 @@ def test_adapters_share_a_residual_and_its_start(tmp_path, llama_base):
         model.add_adapter("fourth", config(r=4))
 
 
-def test_an_adapter_of_another_residual_is_an_error(tmp_path, llama_base):
-    trained(load(llama_base, NF4), config(iterations=1)).save_pretrained(tmp_path / "other")
-    model = trained(load(llama_base, NF4), config())
+def test_an_adapter_of_another_residual_is_an_error(llama_base, adapter):
+    model = trained(load(llama_base, NF4), config(iterations=1))
     with pytest.raises(BaseModelError, match="another residual of"):
-        model.load_adapter(tmp_path / "other", "other")
+        model.load_adapter(adapter, "other")
 
 
-def test_another_base_is_an_error(tmp_path, llama_base):
-    trained(load(llama_base, NF4), config()).save_pretrained(tmp_path / "adapter")
+def test_another_base_is_an_error(tmp_path, adapter):
     other = small_llama()
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.copy_(torch.randn_like(parameter))
-    other.save_pretrained(tmp_path / "other")
+    other.save_pretrained(tmp_path)
     for quantization in (NF4, None):
         with pytest.raises(BaseModelError, match="trained on another base"):
-            PeftModel.from_pretrained(load(tmp_path / "other", quantization), tmp_path / "adapter")
+            PeftModel.from_pretrained(load(tmp_path, quantization), adapter)
 
 
 @pytest.mark.parametrize("changed", [{"bnb_4bit_quant_type": "fp4"}, {"bnb_4bit_use_double_quant": False}])
-def test_another_4_bit_format_of_the_base_is_an_error(tmp_path, llama_base, changed):
-    trained(load(llama_base, NF4), config()).save_pretrained(tmp_path / "adapter")
+def test_another_4_bit_format_of_the_base_is_an_error(llama_base, adapter, changed):
     other = load(llama_base, NF4 | changed)
     with pytest.raises(BaseModelError, match="trained on nf4 in blocks of 64, double quantization. Load the base with"):
-        PeftModel.from_pretrained(other, tmp_path / "adapter")
-    assert get_peft_model(other, QPissaConfig.from_pretrained(tmp_path / "adapter"))  # a new adapter of that format
+        PeftModel.from_pretrained(other, adapter)
+    assert get_peft_model(other, QPissaConfig.from_pretrained(adapter))  # a new adapter of that format
 
 
 def test_a_copy_and_a_pickle_compute_the_same(llama_base):
@@ -294,13 +285,12 @@ def test_a_copy_and_a_pickle_compute_the_same(llama_base):
     assert difference(logits(again.unload()), logits(load(llama_base, NF4))) < 2e-6
 
 
-def test_the_original_weights_may_stand_elsewhere_and_compressed(tmp_path):
+def test_the_original_weights_may_stand_elsewhere_and_compressed(tmp_path, llama_base):
     """A base that is only stored in 4 bits, and its original as a compressed fine-tune."""
     tuned = perturb(small_llama())
-    small_llama().save_pretrained(tmp_path / "base")
     tuned.save_pretrained(tmp_path / "tuned")
     load(tmp_path / "tuned", NF4).save_pretrained(tmp_path / "nf4")
-    fm_delta.compress_checkpoint(tmp_path / "tuned", tmp_path / "base", tmp_path / "small")
+    fm_delta.compress_checkpoint(tmp_path / "tuned", llama_base, tmp_path / "small")
     with pytest.raises(BaseModelError, match=r"is quantized \(bitsandbytes\).* Name a folder or Hub id"):
         get_peft_model(load(tmp_path / "nf4"), config())
     model = get_peft_model(load(tmp_path / "nf4"), config(full_precision_model=str(tmp_path / "small")))
@@ -333,10 +323,9 @@ def test_other_original_weights_are_refused(tmp_path, llama_base):
     ("name", "message"),
     [("", "has no name"), ("/nowhere/at/all", "cannot be read"), ("gpt2", "holds no weight for the quantized layer")],
 )
-def test_original_weights_that_cannot_be_found_are_an_error(tmp_path, llama_base, name, message):
-    small_gpt2().save_pretrained(tmp_path / "gpt2")
+def test_original_weights_that_cannot_be_found_are_an_error(folders, llama_base, name, message):
     model = load(llama_base, NF4)
-    model.name_or_path = str(tmp_path / name) if name == "gpt2" else name
+    model.name_or_path = str(folders(small_gpt2)) if name == "gpt2" else name
     with pytest.raises(BaseModelError, match=message):
         get_peft_model(model, config())
 

@@ -6,12 +6,8 @@ import base64
 import copy
 import json
 import os
-import socket
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,6 +16,7 @@ import tiny_uni_med
 import torch
 from hosts import HAS_PISSA, host, pissa
 from peft import PeftModel, get_peft_model
+from servers import PROMPT, TASKS, Server
 from tiny_adapters import NF4, moved
 from tiny_models import perturb
 from tiny_transfers import answer, build_tokenizer, inputs, llama, lora, settings
@@ -27,9 +24,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from hf_ext import CheckpointError, PissaConfig, QPissaConfig, TransLoraTrainer, UnsavedChangesError, emr, fm_delta
 
-PROMPT = "pick a b c"
 CONTINUATIONS = (" early", " late")
-TASKS = ("one", "two")
+
+
 LORAS = ("trans-lora", *(["pissa"] if HAS_PISSA else []))
 ADAPTERS = (*LORAS, *(["qpissa"] if HAS_PISSA else []))
 
@@ -157,36 +154,21 @@ def test_generate_for_another_task_keeps_changed_weights(folder):
 @pytest.fixture(scope="module")
 def server(folder):
     """`transformers serve` on loopback, started by `hf-ext run`."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "hf_ext.cli", "run", "transformers", "serve", "--port", str(port), "--device", "cpu"]
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    with open(folder / "server.log", "w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+    command = [sys.executable, "-m", "hf_ext.cli", "run", "transformers", "serve", "--device", "cpu"]
+    server = Server(command, folder / "server.log", {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(sys.path)})
     try:
-        deadline = time.monotonic() + 240  # much else may be running
-        while True:
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/health")
-                break
-            except OSError:
-                alive = process.poll() is None and time.monotonic() < deadline
-                assert alive, (folder / "server.log").read_text()
-                time.sleep(0.5)
-        yield f"http://127.0.0.1:{port}/v1"
+        server.wait()
+        yield server
     finally:
-        process.kill()
-        process.wait()
+        server.stop()
 
 
-def ask(server: str, model: Path, call: str = "completions", **options) -> str:
+def ask(server: Server, model: Path, call: str = "completions", **options) -> str:
     asked = {"prompt": PROMPT} if call == "completions" else {}
-    body = {"model": str(model), "max_tokens": 8, "temperature": 0} | asked | options
-    request = urllib.request.Request(f"{server}/{call}", json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=60) as reply:
-        (choice,) = json.load(reply)["choices"]
-        return choice["text"] if call == "completions" else choice["message"]["content"]
+    status, reply = server.call(f"/v1/{call}", {"model": str(model), "max_tokens": 8, "temperature": 0} | asked | options)
+    assert status == 200, reply
+    (choice,) = reply["choices"]
+    return choice["text"] if call == "completions" else choice["message"]["content"]
 
 
 @pytest.mark.slow
@@ -203,10 +185,9 @@ def test_a_server_answers_each_request_as_the_task_that_it_names(folder, expecte
 
 @pytest.mark.slow
 def test_a_server_refuses_a_task_that_is_not_there(folder, server):
-    with pytest.raises(urllib.error.HTTPError) as refused:
-        ask(server, folder / "merged", generation_config=json.dumps({"task": "three"}))
-    assert refused.value.code == 400
-    assert json.load(refused.value)["detail"].startswith("There is no task 'three' in ")
+    body = {"model": str(folder / "merged"), "prompt": PROMPT, "generation_config": json.dumps({"task": "three"})}
+    status, reply = server.call("/v1/completions", body)
+    assert status == 400 and reply["detail"].startswith("There is no task 'three' in ")
 
 
 @pytest.mark.slow

@@ -125,14 +125,6 @@ def test_a_tensor_of_several_blocks_comes_back(code: int, slow: bool) -> None:
         assert_comes_back(tensor, base, code, 4096, base_values, slow=False)
 
 
-@repeats("known", (8, 300), (1, 8, 100, 299, 300))
-@every_type
-def test_a_tensor_that_grew_rows_comes_back(code: int, known: tuple[int, ...]) -> None:
-    tensor, base = fine_tune(np.random.default_rng(code), 300 * 64 + 5, code)
-    for rows in known:
-        assert_comes_back(tensor, base[: rows * 64], code, 64, rows * 64)
-
-
 @repeats("slow", False, True)
 @every_type
 def test_all_scales_of_floats_are_lossless(code: int, slow: bool) -> None:

@@ -63,8 +63,7 @@ NEW = {"config.json": "new", "model-00001-of-00001.safetensors": "new", "vocab.t
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="kills processes as Linux does")
 @pytest.mark.parametrize("fail", [False, True], ids=["killed", "failing"])
-@pytest.mark.parametrize("exchanges", [True, False], ids=["one step", "file by file"])
-@pytest.mark.parametrize("old", [OLD, {}], ids=["over a folder", "new"])
+@pytest.mark.parametrize("old, exchanges", [(OLD, True), (OLD, False), ({}, True)], ids=["one step", "file by file", "new"])
 def test_a_kill_at_any_step_leaves_the_old_folder_or_the_new(tmp_path, monkeypatch, old, exchanges, fail):
     if not exchanges:
         without_exchange(monkeypatch)

@@ -178,18 +178,22 @@ def test_nothing_real_is_written_but_the_seeds(saved):
     assert len(texts) > 4 and not [text for text in REAL if any(text in file for file in texts)]
 
 
-def test_a_repeated_run_resumes_from_its_files(tmp_path):
-    base, tokenizer = pretrained("gpt2")
-    first = trained(base, tokenizer, tmp_path)
+def test_a_repeated_run_resumes_from_its_files_and_another_is_refused(tmp_path):
+    options = NO_STEPS | {"save_strategy": "steps", "save_steps": 5}
+    first = trained(*pretrained("gpt2"), tmp_path, **options)
     before = (tmp_path / "synthesis.jsonl").read_bytes()
-    again = trained(pretrained("gpt2")[0], tokenizer, tmp_path)
+    (tmp_path / "checkpoint-99").mkdir()
+    for changed in ({"discriminator_prompt": PAPERS_MEMBERSHIP}, {"learning_rate": 1e-4}):
+        with pytest.raises(HfExtError, match=f"holds a run with another {next(iter(changed))}. Take another folder"):
+            trained(*pretrained("gpt2"), tmp_path, **options | changed)
+    given = {"args": settings(tmp_path, **options), "peft_config": lora("gpt2"), "seeds": SEEDS}
+    with pytest.raises(HfExtError, match="holds a run with another task, real inputs"):
+        train_discriminator(*pretrained("gpt2"), [text.replace("pick", "sort") for text in REAL], task="sort", **given)
+    again = trained(*pretrained("gpt2"), tmp_path, **options)
     assert (tmp_path / "synthesis.jsonl").read_bytes() == before
     assert again.score(OTHERS) == pytest.approx(first.score(OTHERS), abs=1e-5)
-    (tmp_path / "checkpoint-1").mkdir()
-    with pytest.raises(HfExtError, match="holds a run with another discriminator_prompt. Take another folder"):
-        trained(pretrained("gpt2")[0], tokenizer, tmp_path, discriminator_prompt=PAPERS_MEMBERSHIP)
-    trained(pretrained("gpt2")[0], tokenizer, tmp_path, discriminator_prompt=PAPERS_MEMBERSHIP, resume_from_checkpoint="False")
-    assert not (tmp_path / "checkpoint-1").exists()
+    trained(*pretrained("gpt2"), tmp_path, **options | {"learning_rate": 1e-4}, resume_from_checkpoint="False")
+    assert not (tmp_path / "checkpoint-99").exists()
 
 
 def test_another_model_is_refused_and_named(saved):

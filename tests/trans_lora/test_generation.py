@@ -2,13 +2,8 @@
 
 import copy
 import json
-import os
-import socket
-import subprocess
 import sys
 import threading
-import time
-import urllib.request
 from collections.abc import Callable
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,6 +12,7 @@ import pytest
 import torch
 from hosts import pissa
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from servers import Server as RunningServer
 from tiny_adapters import moved
 from tiny_transfers import SEEDS, answer, inputs, pretrained, teacher
 from training_seeds import training_seed
@@ -77,22 +73,16 @@ def test_a_batch_shifts_no_position_of_an_encoder(kind):
 @pytest.mark.parametrize("adapter", ["lora", pytest.param("pissa", marks=pissa), "prompt_tuning"])
 def test_without_its_adapter_a_model_is_its_base_again(adapter):
     (model, tokenizer), (plain, _) = adapted("llama", adapter), pretrained("llama")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(parameter.requires_grad and "lora_A" not in name)
+    trainable = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     tokens = torch.tensor([tokenizer("pick a b c")["input_ids"]])
     with torch.no_grad(), base_of(model) as base:
         assert torch.allclose(base(tokens).logits, plain.eval()(tokens).logits, atol=1e-5)
+    assert trainable == [name for name, parameter in model.named_parameters() if parameter.requires_grad] != []
     with torch.no_grad():
         count = tokens.shape[1]
         assert not torch.allclose(model(tokens).logits[:, -count:], plain(tokens).logits, atol=1e-2)
-
-
-def test_greedy_answers_ignore_the_models_generation_config():
-    model, tokenizer = teacher("gpt2")
-    write = ModelGenerator(model, Encoder(tokenizer, model, "{input}"), 4)
-    expected = write(inputs(6), 4)
-    odd = {"num_beams": 4, "num_return_sequences": 2, "repetition_penalty": 3.0, "min_new_tokens": 4, "min_length": 9}
-    for name, value in (odd | {"do_sample": True, "return_dict_in_generate": True, "top_k": 3, "temperature": 9.0}).items():
-        setattr(model.generation_config, name, value)
-    assert write(inputs(6), 4) == expected
 
 
 @pytest.mark.parametrize("start", ["pissa_niter_4", "olora", "lora_ga"])
@@ -103,26 +93,19 @@ def test_an_adapter_that_changed_the_base_has_no_base(start):
         pass
 
 
-def test_without_its_adapter_a_model_keeps_what_is_trainable():
-    model, _ = adapted("llama", "lora")
-    frozen = {name for name, parameter in model.named_parameters() if "lora_A" in name}
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(parameter.requires_grad and name not in frozen)
-    before = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    with base_of(model):
-        pass
-    assert before and before == {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-
-def test_virtual_tokens_take_room_in_the_context():
+@pytest.mark.parametrize("virtual", [0, 30])
+def test_more_than_the_context_holds_is_an_error(virtual):
+    """Virtual tokens take room in it."""
     model, tokenizer = pretrained("gpt2")
-    model = get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=30))
-    encoder = Encoder(tokenizer, model)
-    long = "a b c d e f g h i j " * 23
-    with pytest.raises(HfExtError, match="context holds 226"):
-        encoder.samples([long], ["early"])
-    with pytest.raises(HfExtError, match="context holds 226"):
-        ModelGenerator(model, encoder, 1)([long], 8)
+    if virtual:
+        model = get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=virtual))
+    encoder = Encoder(tokenizer, model, whose="The target's")
+    long = "a b c d e f g h i j " * 27
+    for write in (lambda: encoder.samples([long], ["early"]), lambda: ModelGenerator(model, encoder, 1)([long], 8)):
+        with pytest.raises(HfExtError, match=f"the target's model's context holds {256 - virtual}"):
+            write()
+    with pytest.raises(HfExtError, match=f"context holds {256 - virtual}"):
+        ModelGenerator(model, encoder, 4)(["pick a b c"], 300)
 
 
 def test_sampling_is_seeded_and_keeps_the_global_random_state():
@@ -136,20 +119,22 @@ def test_sampling_is_seeded_and_keeps_the_global_random_state():
     assert first == write(PROMPTS, 20, seed=1, temperature=1.0, top_p=0.9) != write(PROMPTS, 20, seed=2, temperature=1.0)
 
 
-def test_sampling_depends_on_the_options_alone():
+def test_texts_depend_on_the_options_alone():
     model, tokenizer = pretrained("llama")
     encoder = Encoder(tokenizer, model)
 
     def write(**options):
-        return ModelGenerator(model, encoder, 4, options=options)(PROMPTS, 20, seed=1, temperature=1.0, top_p=0.9)
+        generator = ModelGenerator(model, encoder, 4, options=options)
+        return generator(PROMPTS, 8), generator(PROMPTS, 20, seed=1, temperature=1.0, top_p=0.9)
 
     plain = write()
     odd = {"repetition_penalty": 5.0, "no_repeat_ngram_size": 2, "top_k": 1, "min_p": 0.9, "typical_p": 0.1}
     odd |= {"epsilon_cutoff": 0.5, "eta_cutoff": 0.5, "temperature": 0.1, "top_p": 0.1, "encoder_no_repeat_ngram_size": 2}
-    for name, value in odd.items():
+    odd |= {"num_beams": 4, "num_return_sequences": 2, "min_new_tokens": 4, "min_length": 9, "do_sample": True}
+    for name, value in (odd | {"return_dict_in_generate": True}).items():
         setattr(model.generation_config, name, value)
     assert write() == plain
-    assert write(repetition_penalty=5.0) != plain
+    assert write(repetition_penalty=5.0)[1] != plain[1]
 
 
 def test_writing_ends_at_the_mark_and_says_so():
@@ -197,13 +182,6 @@ def never_ends(tokenizer, steps):
         return scores
 
     return process
-
-
-def test_more_than_the_context_holds_is_an_error():
-    model, tokenizer = pretrained("gpt2")
-    write = ModelGenerator(model, Encoder(tokenizer, model, whose="The target's"), 4)
-    with pytest.raises(HfExtError, match="the target's model's context holds 256"):
-        write(["pick a b c"], 300)
 
 
 def test_an_answer_has_the_tokens_that_it_has_in_the_whole_text():
@@ -335,28 +313,18 @@ def served(tmp_path_factory):
     for name, each in (("base", model), ("knowing", knowing.merge_and_unload())):
         each.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = server.getsockname()[1]
-    command = [sys.executable, "-m", "transformers.cli.transformers", "serve", "--port", str(port), "--device", "cpu"]
-    process = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=os.environ | {"HF_HUB_OFFLINE": "1"}
-    )
-    for _ in range(120):
-        try:
-            urllib.request.urlopen(f"http://127.0.0.1:{port}/health")
-            break
-        except OSError:
-            assert process.poll() is None, process.stderr.read().decode()
-            time.sleep(0.5)
-    yield f"http://127.0.0.1:{port}/v1", folder, process
-    process.kill()
-    process.wait()
+    command = [sys.executable, "-m", "transformers.cli.transformers", "serve", "--device", "cpu"]
+    process = RunningServer(command, folder / "log", {"HF_HUB_OFFLINE": "1"})
+    try:
+        process.wait()
+        yield f"{process.url}/v1", folder
+    finally:
+        process.stop()
 
 
 @pytest.mark.slow
 def test_a_server_writes_what_the_model_at_hand_writes(served):
-    url, folder, _ = served
+    url, folder = served
     model, tokenizer = teacher("llama")
     here = ModelGenerator(model, Encoder(tokenizer, model, "{input}"), 8)(inputs(8), 4)
     there = Server(url, str(folder / "knowing"), concurrency=4)(inputs(8), 4)
@@ -366,7 +334,7 @@ def test_a_server_writes_what_the_model_at_hand_writes(served):
 
 @pytest.mark.slow
 def test_a_server_samples_and_stops_at_the_mark(served):
-    url, folder, _ = served
+    url, folder = served
     write = Server(url, str(folder / "base"), concurrency=2)
     texts = write([synthesis_prompt(SEEDS, 10)] * 4, 60, seed=0, temperature=1.0, stop="\n9.")
     assert len({one.text for one in texts}) == 4

@@ -3,18 +3,17 @@
 import copy
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from hosts import pissa
 from peft import LoraConfig, PeftModel, PromptTuningConfig, PromptTuningInit, get_peft_model, get_peft_model_state_dict
+from processes import free_port, launched, on_ranks
 from stop_after import StopAfter
 from tiny_adapters import moved
 from tiny_models import same_bits
-from tiny_transfers import SEEDS, answer, inputs, is_input, judge, lora, pretrained, save_files, settings, teacher
+from tiny_transfers import SEEDS, answer, inputs, is_input, judge, lora, pretrained, settings, teacher
 from tokenizers import processors
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from valid_cards import valid_card
@@ -52,7 +51,7 @@ def moved_over(tmp_path_factory):
     model, tokenizer = teacher("gpt2")
     folder = tmp_path_factory.mktemp("transfer")
     given = {"discriminator": judge(model, tokenizer), "teaching": (model, tokenizer)}
-    trainer = transfer(folder, filter="discriminator", well_formed=None, num_samples=40, num_train_epochs=8, **given)
+    trainer = transfer(folder, filter="discriminator", well_formed=None, num_samples=40, **given)
     trainer.train()
     trainer.save_model()
     return trainer, folder
@@ -207,11 +206,11 @@ class Die(TrainerCallback):
     """Ends the process's work as a kill would, after a step."""
 
     def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == 7:
+        if state.global_step == 4:
             raise KeyboardInterrupt
 
 
-STEPS = {"save_strategy": "steps", "save_steps": 5, "num_train_epochs": 4}  # 12 steps
+STEPS = {"save_strategy": "steps", "save_steps": 3, "num_samples": 12}  # of 4
 
 
 @pytest.fixture(scope="module")
@@ -253,17 +252,9 @@ def test_a_folder_of_another_transfer_is_refused(tmp_path):
 
 
 def test_options_and_callbacks_of_trainer_are_used(tmp_path):
-    trainer = transfer(
-        tmp_path,
-        num_train_epochs=6,
-        callbacks=[StopAfter(6)],
-        eval_strategy="steps",
-        eval_steps=3,
-        gradient_accumulation_steps=2,
-        logging_strategy="steps",
-        logging_steps=1,
-        label_smoothing_factor=0.1,
-    )
+    by_steps = {"eval_strategy": "steps", "eval_steps": 3, "logging_strategy": "steps", "logging_steps": 1}
+    options = {"num_train_epochs": 6, "gradient_accumulation_steps": 2, "label_smoothing_factor": 0.1, "inputs": inputs(25)}
+    trainer = transfer(tmp_path, **by_steps, **options, callbacks=[StopAfter(6)])
     trainer.train()
     assert trainer.state.global_step == 6
     logged = [sorted(entry) for entry in trainer.state.log_history]
@@ -281,6 +272,7 @@ def test_given_inputs_replace_synthetic_ones(tmp_path):
     assert not (tmp_path / "synthesis.jsonl").exists()
     assert lines(tmp_path / "labels.jsonl") == [{"input": text, "label": answer(text)} for text in inputs(40)]
     assert (trainer.report.trained, trainer.report.held_out) == (30, 10) and "inputs given" in trainer.report.summary()
+    json.loads((tmp_path / "report.json").read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
 
 
 def test_a_server_may_write_and_another_may_teach(tmp_path):
@@ -300,9 +292,8 @@ def test_a_server_may_write_and_another_may_teach(tmp_path):
 
 def test_an_input_that_does_not_fit_the_teacher_is_dropped(tmp_path):
     teacher_model, tokenizer = teacher("gpt2")
-    teacher_model.config.max_position_embeddings = teacher_model.config.n_positions = (
-        8  # room for four tokens of a label after four
-    )
+    # Room for four tokens of a label after four:
+    teacher_model.config.max_position_embeddings = teacher_model.config.n_positions = 8
     trainer = transfer(tmp_path, teaching=(teacher_model, tokenizer), well_formed=None)
     candidates = trainer.synthesize()
     assert {len(tokenizer(one.input)["input_ids"]) for one in candidates if one.kept} <= {1, 2, 3, 4}
@@ -320,15 +311,8 @@ def test_chats_have_the_system_prompt_and_template_variables(tmp_path):
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.add_special_tokens({"bos_token": "<begin>"})
     tokenizer.chat_template = THINKING
-    args = settings(
-        tmp_path,
-        filter="none",
-        prompt_template=None,
-        teacher_prompt_template=None,
-        system_prompt="Be brief.",
-        teacher_system_prompt="Say when.",
-        chat_template_kwargs='{"enable_thinking": false}',
-    )
+    asked = {"prompt_template": None, "teacher_prompt_template": None, "chat_template_kwargs": '{"enable_thinking": false}'}
+    args = settings(tmp_path, filter="none", system_prompt="Be brief.", teacher_system_prompt="Say when.", **asked)
     options = {"processing_class": tokenizer, "teacher": model, "seeds": SEEDS, "peft_config": lora("gpt2")}
     trainer = TransLoraTrainer(target, args, **options)
     assert trainer.encoder.prompt("a") == "<begin><system>Be brief.<user>a<assistant><nothing>"
@@ -480,63 +464,35 @@ def test_invalid_settings_are_refused_by_name(tmp_path, options, message):
 
 
 def test_the_papers_settings_are_its_size_and_its_question(tmp_path):
-    quiet = {"use_cpu": True, "report_to": [], "save_strategy": "no"}
-    args = TransLoraConfig.paper(tmp_path, dataset_size=250, num_train_epochs=10, **quiet)
+    args = TransLoraConfig.paper(tmp_path, dataset_size=250, num_train_epochs=10, use_cpu=True, report_to=[])
     assert (args.num_samples, args.filter, args.num_train_epochs) == (250, "discriminator", 10)
-    args = TransLoraConfig.paper(tmp_path, 250, **quiet)
     assert (args.discriminator_prompt, settings(tmp_path).discriminator_prompt) == (PAPERS_MEMBERSHIP, MEMBERSHIP)
-    assert (args.num_train_epochs, args.learning_rate, args.per_device_train_batch_size) == (20, 2e-5, 8)
+    assert (args.learning_rate, args.per_device_train_batch_size) == (2e-5, 8)
     assert (args.weight_decay, args.warmup_steps, args.lr_scheduler_type) == (0, 0, "linear")
+    assert TransLoraConfig.paper(tmp_path, 250, use_cpu=True, report_to=[]).num_train_epochs == 20
 
 
-SCRIPT = """
-import os
-import sys
-import torch
-from peft import PeftModel
-from tiny_transfers import SEEDS, is_input, lora, settings
-from hf_ext import TransLoraTrainer
-from hf_ext.trans_lora import load_model
-
-(source, known), (target, words) = load_model("source"), load_model("target")
-trainer = TransLoraTrainer(
-    target,
-    settings(sys.argv[1], filter="none", num_samples=40),
-    processing_class=words,
-    teacher=PeftModel.from_pretrained(source, "adapter"),
-    teacher_processing_class=known,
-    seeds=SEEDS,
-    peft_config=lora("llama"),
-    well_formed=is_input,
-)
-assert trainer.accelerator.num_processes == 2
-trainer.train()
-trainer.save_model()
-total = torch.stack([p.detach().double().sum() for p in trainer.model.parameters()]).sum()
-both = trainer.accelerator.gather(total[None])
-assert both[0] == both[1], both
-os._exit(0)  # past the end of the interpreter, at which threads of PyTorch at times abort the process
-"""
+def _share(rank: int, folder: str, port: int) -> None:
+    launched(rank, port)
+    trainer = transfer(Path(folder), num_samples=40, num_train_epochs=1)
+    assert trainer.accelerator.num_processes == 2
+    trainer.train()
+    trainer.save_model()
+    total = torch.stack([p.detach().double().sum() for p in trainer.model.parameters()]).sum()
+    both = trainer.accelerator.gather(total[None])
+    assert both[0] == both[1], both
+    os._exit(0)  # without waiting for the other process
 
 
 @pytest.mark.slow
 def test_two_processes_share_the_work(tmp_path):
-    save_files(tmp_path)
-    (tmp_path / "script.py").write_text(SCRIPT)
-    root = Path(__file__).parents[2]
-    line = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
-    line += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
-    line += [str(tmp_path / "script.py"), str(tmp_path / "out")]
-    path = os.pathsep.join([str(root), str(root / "tests")])
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    result = subprocess.run(line, capture_output=True, text=True, timeout=300, env=environment, cwd=tmp_path)
-    assert result.returncode == 0, result.stderr[-3000:]
-    written, rounds = lines(tmp_path / "out" / "synthesis.jsonl"), {}
+    assert on_ranks(_share, str(tmp_path), free_port()) == [0, 0]
+    written, rounds = lines(tmp_path / "synthesis.jsonl"), {}
     for line in written:
         rounds.setdefault(line["round"], []).append(line["input"])
     assert max(map(len, rounds.values())) > 8 * 5  # one process writes at most five for each of its eight prompts
     assert sum(line["kept"] for line in written) == 50 and len({line["input"] for line in written if line["kept"]}) == 50
-    PeftModel.from_pretrained(pretrained("llama")[0], tmp_path / "out")
+    PeftModel.from_pretrained(pretrained("llama")[0], tmp_path)
 
 
 def test_equal_inputs_are_in_one_part_only(tmp_path):

@@ -185,12 +185,6 @@ def test_missing_weights_start_as_in_a_new_model(tmp_path):
     assert 0 < connector.experts.up.abs().max() <= 128**-0.5
 
 
-def test_a_checkpoint_of_other_sizes_is_an_error(tmp_path):
-    uni_med().save_pretrained(tmp_path)
-    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):  # the report above it names the tensors
-        UniMedForConditionalGeneration.from_pretrained(tmp_path, num_experts=6)
-
-
 HYBRID = transformers.FalconH1Config(  # it computes buffers of its layers
     vocab_size=96, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
     mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=16, mamba_chunk_size=16,
@@ -206,11 +200,6 @@ def test_any_language_model_is_saved_and_loaded(tmp_path, text):
     is_tied = loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight
     assert is_tied == bool(text.tie_word_embeddings)
     torch.testing.assert_close(logits(loaded, batch()), logits(model, batch()))
-
-
-def test_a_copied_model_computes_the_same():
-    model = uni_med()
-    torch.testing.assert_close(logits(copy.deepcopy(model), batch()), logits(model, batch()))
 
 
 def test_embeddings_are_resized():
@@ -282,13 +271,7 @@ def test_generating_does_not_depend_on_padding(model):
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"num_beams": 3},
-        {"num_beams": 4, "num_return_sequences": 2},
-        {"do_sample": True, "top_k": 5},
-        {"do_sample": True, "num_return_sequences": 3},
-        {"num_beams": 2, "do_sample": True},
-    ],
+    [{"num_beams": 4, "num_return_sequences": 2}, {"do_sample": True, "top_k": 5, "num_return_sequences": 3}],
     ids=str,
 )
 def test_every_way_of_generation_works(options):
@@ -296,7 +279,7 @@ def test_every_way_of_generation_works(options):
     torch.manual_seed(0)
     out = model.generate(**inputs, **GREEDY | options, return_dict_in_generate=True, output_scores=True, output_logits=True)
     count, length = inputs["input_ids"].shape
-    assert out.sequences.shape == (count * options.get("num_return_sequences", 1), length + 6)
+    assert out.sequences.shape == (count * options["num_return_sequences"], length + 6)
     assert len(out.scores) == len(out.logits) == 6
 
 

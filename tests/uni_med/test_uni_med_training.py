@@ -2,15 +2,13 @@
 
 import math
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from hosts import pissa
 from peft import LoraConfig, PeftModel, get_peft_model
-from processes import on_ranks
+from processes import free_port, launched, on_ranks
 from stop_after import StopAfter
 from tiny_models import same_bits
 from tiny_uni_med import assert_likeliest, batch, processor, rows, uni_med
@@ -26,19 +24,10 @@ ON_THE_LANGUAGE_MODEL = r".*language_model\.model\..*_proj"
 
 def train(model, out: Path, resume=None, callbacks=(), metrics=None, **options) -> Trainer:
     settings = {"max_steps": 6, "save_steps": 2, "per_device_train_batch_size": 4, "learning_rate": 1e-2, "logging_steps": 1}
-    settings["seed"] = training_seed()
-    arguments = TrainingArguments(
-        output_dir=str(out), use_cpu=True, report_to=[], disable_tqdm=True, remove_unused_columns=False, **settings | options
-    )
-    trainer = Trainer(
-        model,
-        arguments,
-        train_dataset=rows() * 4,
-        eval_dataset=rows(),
-        callbacks=[*callbacks],
-        data_collator=UniMedCollator(processor()),
-        compute_metrics=metrics,
-    )
+    settings |= {"seed": training_seed(), "use_cpu": True, "report_to": [], "disable_tqdm": True}
+    arguments = TrainingArguments(output_dir=str(out), remove_unused_columns=False, **settings | options)
+    data = {"train_dataset": rows() * 4, "eval_dataset": rows(), "data_collator": UniMedCollator(processor())}
+    trainer = Trainer(model, arguments, **data, callbacks=[*callbacks], compute_metrics=metrics)
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 
@@ -156,32 +145,21 @@ def test_a_half_model_trains_a_connector_in_full_precision(tmp_path):
     assert all(torch.mean(p != before[name], dtype=torch.float32) > 0.5 for name, p in model.connector.named_parameters())
 
 
-SCRIPT = """
-import os, sys, torch
-from pathlib import Path
-from test_uni_med_training import train, uni_med
-from accelerate import PartialState
-
-model = uni_med()
-trainer = train(model, Path(sys.argv[1]), per_device_train_batch_size=2, save_strategy="no", max_steps=4)
-assert PartialState().num_processes == 2
-trainer.save_model()
-total = torch.stack([p.detach().double().sum() for p in model.parameters()]).sum()
-both = trainer.accelerator.gather(total[None])
-assert both[0] == both[1], both
-os._exit(0)  # past the end of the interpreter, at which threads of PyTorch at times abort the process
-"""
+def _train_together(rank: int, folder: str, port: int) -> None:
+    launched(rank, port)
+    model = uni_med()
+    trainer = train(model, Path(folder), per_device_train_batch_size=2, save_strategy="no", max_steps=4)
+    assert trainer.accelerator.num_processes == 2
+    trainer.save_model()
+    total = torch.stack([p.detach().double().sum() for p in model.parameters()]).sum()
+    both = trainer.accelerator.gather(total[None])
+    assert both[0] == both[1], both
+    os._exit(0)  # without waiting for the other process
 
 
 @pytest.mark.slow
 def test_two_processes_train_one_model(tmp_path):
     """A batch of a process may be without images."""
-    (tmp_path / "script.py").write_text(SCRIPT)
-    options = "--multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no --main_process_port 0"
-    command = [sys.executable, "-m", "accelerate.commands.launch", *options.split(), tmp_path / "script.py", tmp_path / "out"]
-    # With --cpu, accelerate starts a single process; its launcher of several is called multi_gpu on CPUs too.
-    settings = {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    result = subprocess.run(command, capture_output=True, text=True, timeout=240, env=os.environ | settings)
-    assert result.returncode == 0, result.stderr[-3000:]
-    model = UniMedForConditionalGeneration.from_pretrained(tmp_path / "out")
+    assert on_ranks(_train_together, str(tmp_path), free_port()) == [0, 0]
+    model = UniMedForConditionalGeneration.from_pretrained(tmp_path)
     assert not torch.allclose(logits(model), logits(uni_med()), atol=1e-3)

@@ -48,15 +48,10 @@ def test_the_folder_has_the_bits_of_each_step(tmp_path: Path, folder: Path):
     for step in (0, 1, 3, 2):
         checkpoint.update(step)
         assert checkpoint.has(step) and same(read(folder), weights(step))
-    assert {file: file.read_bytes()[:200] for file in headers} == headers
-
-
-def test_another_process_goes_on_from_any_step(tmp_path: Path, folder: Path):
-    publish(tmp_path / "run", range(3))
-    LocalCheckpoint(folder, tmp_path / "run").update(1)
-    for step in (1, 2):
+    for step in (2, 1, 3):  # as other processes
         LocalCheckpoint(folder, tmp_path / "run").update(step)
         assert same(read(folder), weights(step))
+    assert {file: file.read_bytes()[:200] for file in headers} == headers
 
 
 SHARD = "model-00001-of-00002.safetensors"

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import resource
-import subprocess
-import sys
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -124,4 +122,4 @@ def test_the_receiving_side_needs_neither_transformers_nor_peft(tmp_path: Path):
         "import sys; from hf_ext.weight_sync import Publisher, Subscriber; Subscriber(sys.argv[1]).update();"
         "sys.exit(bool({'transformers', 'peft', 'accelerate'} & set(sys.modules)))"
     )
-    assert subprocess.run([sys.executable, "-c", code, tmp_path]).returncode == 0
+    assert python("-c", code, tmp_path, hosts=False).returncode == 0

@@ -49,7 +49,6 @@ MAKERS = {
     "tied": lambda: tiny_models.llama(tied=True),
     "mixtral": tiny_models.mixtral,
     "unsaved": lambda: WithoutNorm(tiny_models.llama().config),
-    "compiled": lambda: torch.compile(tiny_models.llama(), backend="eager"),
 }
 
 

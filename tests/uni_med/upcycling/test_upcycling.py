@@ -9,6 +9,7 @@ import pytest
 import torch
 from hosts import adapters_of_transformers, host
 from peft import PeftModel, get_peft_model
+from tiny_adapters import Hidden
 from tiny_models import placed
 from tiny_vision_language_models import FAMILIES, IMAGE, batch, build
 from torch import nn
@@ -324,17 +325,6 @@ def test_wrapped_modules_are_saved_and_loaded(place, tmp_path):
     assert torch.equal(logits(adapter, inputs, tasks=MIXED), expected)
 
 
-class Hidden(nn.Module):
-    """A wrapper that leaves its name out of the state dict."""
-
-    def __init__(self, inside):
-        super().__init__()
-        self.inside = inside
-
-    def state_dict(self, *args, **kwargs):
-        return self.inside.state_dict(*args, **kwargs)
-
-
 @host("peft>=0.21")
 @pytest.mark.parametrize("place", [PROJECTOR, "model.language_model.layers.0"])
 def test_an_unknown_wrapper_that_hides_layers_is_an_error(place, tmp_path):
@@ -345,7 +335,13 @@ def test_an_unknown_wrapper_that_hides_layers_is_an_error(place, tmp_path):
 
 
 @host("peft>=0.21")
-def test_a_model_may_be_compiled_before_but_not_compile_its_projector(tmp_path):
+@pytest.mark.parametrize("stance", ["force_eager", pytest.param("default", marks=pytest.mark.slow)])
+def test_a_model_may_be_compiled_before_but_not_compile_its_projector(tmp_path, stance):
+    with torch.compiler.set_stance(stance):
+        check_compiled(tmp_path)
+
+
+def check_compiled(tmp_path):
     compiled, inputs = COMPILE(build("llava")[0]), build("llava")[1]
     adapter = adapted(compiled)
     diverge(adapter)
