@@ -113,15 +113,21 @@ def accepted_beside(requested: Any, kind: type) -> type:
     return type(type(requested).__name__, (kind,), {"requested": requested})
 
 
-def quantization_after_decoding(original: dict, ours: Any) -> Any:
-    """Returns the config of quantized weights that are stored compressed. With it, Transformers makes the quantizer of `ours`.
+def quantization_after_decoding(original: Any, ours: Any, parse: Callable[[dict], Any]) -> Any:
+    """Returns the config of quantized weights that are stored compressed. With it, Transformers and diffusers make the
+    quantizer of `ours`.
 
     Names: `quant_method`, and the config's class, which Transformers looks at to apply the `quantization_config=` of
     `from_pretrained`. For: loading with the weights' own quantizer, see `own_quantization`. Gone: Transformers makes another
-    quantizer, and `check_each_load` refuses the payloads."""
-    from transformers.quantizers.auto import AutoQuantizationConfig
+    quantizer, and `check_each_load` refuses the payloads.
 
-    config = AutoQuantizationConfig.from_dict(dict(original))
+    Args:
+        original: the entry that config.json had.
+        parse: returns its config.
+    """
+    if not isinstance(original, dict):
+        raise CheckpointError(f"config.json is damaged: {original!r} is no quantization. Download or save the folder again.")
+    config = parse(dict(original))
     kind = type(config)
     config.__class__ = type(kind.__name__, (kind,), {"decoding": (ours, kind, config.quant_method)})
     config.quant_method = ours.quant_method

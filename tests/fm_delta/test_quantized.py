@@ -108,6 +108,37 @@ def test_a_quantized_model_saves_compressed(folders, tmp_path, kind):
     assert all(torch.equal(parts[name], expected[name]) for name in expected)
 
 
+@pytest.mark.parametrize("kind", ["bitsandbytes", "torchao"])
+def test_models_of_diffusers_load_by_their_own_quantizer(tmp_path, kind):
+    pytest.importorskip(kind)
+    diffusers = pytest.importorskip("diffusers")
+    from tiny_diffusers import KINDS as MODELS
+
+    if kind == "bitsandbytes":
+        if not torch.cuda.is_available():
+            pytest.skip("diffusers quantizes with bitsandbytes on GPUs only")
+        config = diffusers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    else:
+        from torchao.quantization import Int8WeightOnlyConfig
+
+        config = diffusers.TorchAoConfig(Int8WeightOnlyConfig())
+    flux = MODELS["flux"]
+    for name, model in (("base", flux.build()), ("tuned", perturb(flux.build()))):
+        model.save_pretrained(tmp_path / "plain")
+        flux.model.from_pretrained(tmp_path / "plain", quantization_config=config).save_pretrained(tmp_path / name)
+    fm_delta.compress_checkpoint(tmp_path / "tuned", tmp_path / "base", tmp_path / "small", verify=True)
+    plain, model = (flux.model.from_pretrained(tmp_path / name) for name in ("tuned", "small"))
+    expected, parts = parts_of(plain), parts_of(model)
+    assert parts.keys() == expected.keys() and all(torch.equal(parts[name], expected[name]) for name in parts)
+    assert type(model.hf_quantizer) is type(plain.hf_quantizer)
+    assert dict(model.config) | {"_name_or_path": "", "quantization_config": None} == dict(plain.config) | {
+        "_name_or_path": "",
+        "quantization_config": None,
+    }
+    fm_delta.decompress_checkpoint(tmp_path / "small", tmp_path / "back")
+    assert contents(tmp_path / "back") == contents(tmp_path / "tuned")
+
+
 def test_the_base_is_found_among_others(folders):
     folder, other = folders("fp8"), folders("gptq")
     report = fm_delta.find_base(folder.tuned, [other.base, folder.base])

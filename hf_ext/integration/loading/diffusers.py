@@ -46,6 +46,8 @@ class CompressedConfig(DecodingConfig):
         Raises:
             CheckpointError: `from_pretrained` was called with a `quantization_config`, which diffusers would ignore.
         """
+        if original := config_dict.get("quantization"):
+            return compat.quantization_after_decoding(original, cls(**config_dict), DiffusersAutoQuantizer.from_dict)
         if (requested := compat.requested_quantization(DiffusersAutoQuantizer)) is not None:
             raise CheckpointError(
                 f"diffusers cannot quantize this checkpoint as its {type(requested).__name__} says, because the weights are "
@@ -69,6 +71,38 @@ class CompressedQuantizer(DiffusersQuantizer):
     use_keep_in_fp32_modules = True  # as without a quantizer
     source: TensorSource | None = None
     dtype: torch.dtype | None = None
+
+    def __new__(cls, quantization_config: Any = None, **kwargs: Any):
+        """Quantized weights are decoded for their own quantizer, which is returned."""
+        if not hasattr(quantization_config, "decoding"):
+            return super().__new__(cls)
+        ours, *_ = quantization_config.decoding
+        theirs = DiffusersAutoQuantizer.from_config(compat.own_quantization(quantization_config), **kwargs)
+        cls(ours, **kwargs).decode_for(theirs)
+        return theirs
+
+    def decode_for(self, theirs: DiffusersQuantizer) -> None:
+        """Lets another quantizer load the decoded weights. Its hooks are wrapped until they have run."""
+        hooks = {name: getattr(theirs, name) for name in ("validate_environment", *HOOKS, "postprocess_model")}
+
+        def validate_environment(*args: Any, **kwargs: Any) -> None:
+            self.validate_environment()
+            hooks["validate_environment"](*args, **kwargs)
+
+        def maybe_update_loaded_keys(loaded_keys: list[str], checkpoint_files: list[str]) -> list[str]:
+            self.maybe_update_loaded_keys(loaded_keys, checkpoint_files)
+            return hooks["maybe_update_loaded_keys"](loaded_keys, checkpoint_files)
+
+        def maybe_update_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
+            return hooks["maybe_update_state_dict"](dict(self.maybe_update_state_dict(state_dict).items()))
+
+        def postprocess_model(model: Any, **kwargs: Any) -> Any:
+            for name in hooks:
+                delattr(theirs, name)
+            return theirs.postprocess_model(model, **kwargs)
+
+        for hook in (validate_environment, maybe_update_loaded_keys, maybe_update_state_dict, postprocess_model):
+            setattr(theirs, hook.__name__, hook)
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         if not (self.pre_quantized and all(hasattr(DiffusersQuantizer, hook) for hook in HOOKS)):

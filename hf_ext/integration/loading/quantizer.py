@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.quantizers.auto import AutoHfQuantizer
+from transformers.quantizers.auto import AutoHfQuantizer, AutoQuantizationConfig
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -74,9 +74,7 @@ class DecodingConfig(QuantizationConfigMixin):
         """Reads the entry of a config.json. `from_pretrained(…, quantization_config=…)` then quantizes the decoded weights, or
         says how to load them if they are quantized."""
         if original := config_dict.get("quantization"):
-            if not isinstance(original, dict):
-                raise CheckpointError(f"config.json is damaged: {original!r} is no quantization. Download or save it again.")
-            return compat.quantization_after_decoding(original, cls(**config_dict))
+            return compat.quantization_after_decoding(original, cls(**config_dict), AutoQuantizationConfig.from_dict)
         requested = compat.requested_quantization(AutoHfQuantizer)
         if requested is None or isinstance(requested, DecodingConfig):
             return super().from_dict(config_dict, return_unused_kwargs, **kwargs)
@@ -110,9 +108,9 @@ class DecodingQuantizer(HfQuantizer):
     advice: str
     files: PlainFiles  # if there is a source
 
-    def __new__(cls, quantization_config: QuantizationConfigMixin, **kwargs):
+    def __new__(cls, quantization_config: Any = None, **kwargs):
         """Quantized weights are decoded to files, which their own quantizer loads: it is returned."""
-        if isinstance(quantization_config, DecodingConfig):
+        if not hasattr(quantization_config, "decoding"):
             return super().__new__(cls)
         ours, *_ = quantization_config.decoding
         theirs = AutoHfQuantizer.from_config(compat.own_quantization(quantization_config), **kwargs)
