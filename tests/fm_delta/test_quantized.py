@@ -19,11 +19,12 @@ from transformers import (
     CompressedTensorsConfig,
     FineGrainedFP8Config,
     Mxfp4Config,
+    PretrainedConfig,
 )
 
 from hf_ext import emr, fm_delta
 from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError, HfExtError
-from hf_ext.storage.config_file import add_settings, quantization_of, remove_settings
+from hf_ext.storage.config_file import add_settings, forget_encoding, quantization_of, remove_settings
 
 LOADED = [kind for kind in KINDS if kind not in STORED_ONLY]
 
@@ -214,6 +215,9 @@ def test_the_entry_is_cut_out_and_put_back(place):
     assert len(json.loads(stored, object_pairs_hook=lambda pairs: [key for key, _ in pairs])) == len(json.loads(stored))
     assert quantization_of(json.loads(stored)) == quantization_of(json.loads(text)) == (None if place == "empty" else "fp8")
     assert remove_settings(stored) == text
+    config = PretrainedConfig(**json.loads(stored))
+    forget_encoding(config)  # as for a server's weights in memory
+    assert getattr(config, "quantization_config", None) == json.loads(text).get("quantization_config")
     rewritten = json.dumps(json.loads(stored), sort_keys=True)
     assert json.loads(remove_settings(rewritten)) == json.loads(text)
 
