@@ -66,7 +66,7 @@ def large(args: argparse.Namespace) -> dict:
     ways = {
         "exact": lambda: torch.linalg.svd(matrix, full_matrices=False).S,
         "torch.svd_lowrank, niter=4 (PEFT)": lambda: torch.svd_lowrank(matrix, rank, niter=4)[1],
-        "hf_ext": lambda: principal_components(matrix, rank).S,
+        "hf_ext": lambda: torch.from_numpy(principal_components(matrix, rank).values),
     }
     energies = {name: way()[:rank].square().sum().item() for name, way in ways.items()}
     seconds = {name: [timed(way) for _ in range(1 if name == "exact" else args.runs)] for name, way in ways.items()}
@@ -158,7 +158,7 @@ def error(args: argparse.Namespace) -> dict:
 
 def rounding(args: argparse.Namespace) -> dict:
     """Measures how much of an adapter's change is lost if its saved factors are rounded to bf16, as servers may do."""
-    B0, A0 = initial_factors(principal_components(decaying(1024, 1024), 16), 1.0)
+    B0, A0 = initial_factors(principal_components(decaying(1024, 1024), 16), 16, 1.0)
     generator, results = torch.Generator().manual_seed(0), {}
     for moved in (0.1, 0.03, 0.01, 0.003, 0.001):
         A, B = (start * (1 + moved * torch.randn(start.shape, generator=generator)) for start in (A0, B0))

@@ -80,8 +80,8 @@ class AdapterSource(TensorSource):
             for name in skeleton.all_tied_weights_keys
             if not self._layers.keys() & {name, *self._ties.others(name)} and name not in self._apart()
         }
-        names, known = self._find_given(skeleton, layers.keys(), tied), Names(base.names())
-        twins = {name: known.twin_of(name, self._ties) for name in names - self._given.keys()}
+        names, of_base = self._find_given(skeleton, layers.keys(), tied), Names(base.names())
+        twins = {name: of_base.twin_of(name, self._ties) for name in names - self._given.keys()}
         self._twins = {name: twin for name, twin in twins.items() if twin is not None}
         self._require_twins(skeleton, names - self._given.keys() - self._twins.keys())
 

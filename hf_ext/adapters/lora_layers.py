@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_ext.adapters.landing import PREFIX, layers_that_load, lost
 from hf_ext.errors import CheckpointError
-from hf_ext.integration import compat, versions
+from hf_ext.integration import compat
 from hf_ext.integration.loading.weight_plan import Loaded, plan_of, skeleton_of
 from hf_ext.storage.config_file import CONFIG, read_config
 from hf_ext.storage.layout import ADAPTER
@@ -212,13 +212,7 @@ def lora_layers(folder: Path, tuned: TensorSource, base: TensorSource) -> LoraLa
 
     Raises:
         CheckpointError: the configuration cannot be read, or names a class that has no LoRA.
-        ImportError: the model is one of diffusers, which is not installed.
     """
-    if "_class_name" in read_config(folder / CONFIG):
-        versions.require("A LoRA of a diffusers model", "diffusers>=0.39")
-        from hf_ext.adapters.diffusers_lora import diffusers_layers
-
-        return diffusers_layers(folder, tuned, base)
     model = _skeleton(folder)
     state = model.state_dict()
     ties = {name: source for name, source in compat.declared_ties(model).items() if name in state and source in state}
@@ -227,7 +221,7 @@ def lora_layers(folder: Path, tuned: TensorSource, base: TensorSource) -> LoraLa
     parts.others = {name: Pair(name, name if name in base else "") for name in ignored}
     for target, part in origins.items():
         names, source = part.all_names(), ties.get(target, "")
-        is_tied, was_tied = (target in found and found[target] is found.get(source) for found in (origins, twins))
+        is_tied, was_tied = (target in plan and plan[target] is plan.get(source) for plan in (origins, twins))
         if not is_tied and not was_tied:
             ties.pop(target, None)
         if is_tied and (was_tied or target not in twins):

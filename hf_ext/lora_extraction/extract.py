@@ -18,10 +18,11 @@ from hf_ext.adapters.landing import require_loadable
 from hf_ext.adapters.lora_layers import LoraLayers, Pair, lora_layers
 from hf_ext.display import percent
 from hf_ext.errors import BaseModelError, CheckpointError, HfExtError
+from hf_ext.integration import versions
 from hf_ext.integration.cards import write_card
 from hf_ext.lora_extraction.factors import Aim, Changes, Factors
 from hf_ext.lora_extraction.report import LayerLora, LoraReport
-from hf_ext.storage.config_file import require_unquantized
+from hf_ext.storage.config_file import CONFIG, read_config, require_unquantized
 from hf_ext.storage.delta.source import DeltaCheckpoint
 from hf_ext.storage.files import require_another_folder, staged_folder
 from hf_ext.storage.guards import require_place
@@ -97,7 +98,7 @@ def extract_lora(
         require_another_folder(target, [folder, *one.paths])
     if (folder / ADAPTER_CONFIG).exists():  # beside the model that it belongs to: from_pretrained loads both
         source = AdapterSource(folder, source)
-    parts = lora_layers(folder, source, prior)
+    parts = _sorted(folder, source, prior)
     if modules_to_save and parts.library == "diffusers":
         raise HfExtError("modules_to_save=True is not supported: diffusers loads no norms and embeddings with a LoRA.")
     tokens = None if texts is None else _tokens(folder, parts, texts)
@@ -174,6 +175,21 @@ def _base_of(source: TensorSource, place: str, base: str | os.PathLike | None, r
         if not isinstance(link, NoBase) and link.fingerprint == prior.fingerprint:
             return prior
     raise BaseModelError(f"{source} was compressed against {recorded}, and {prior} is another model.")
+
+
+def _sorted(folder: Path, source: TensorSource, prior: TensorSource) -> LoraLayers:
+    """Sorts a model's parameters by the way in which a LoRA can carry them.
+
+    Raises:
+        CheckpointError: as `lora_layers` does.
+        ImportError: the model is one of diffusers, which is not installed.
+    """
+    if "_class_name" not in read_config(folder / CONFIG):
+        return lora_layers(folder, source, prior)
+    versions.require("A LoRA of a diffusers model", "diffusers>=0.39")
+    from hf_ext.adapters.diffusers_lora import diffusers_layers
+
+    return diffusers_layers(folder, source, prior)
 
 
 def _write(

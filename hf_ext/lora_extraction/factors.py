@@ -13,18 +13,19 @@ import torch
 
 from hf_ext.errors import CheckpointError, HfExtError
 from hf_ext.storage.delta.change import Change, ScaledChange
-from hf_ext.storage.delta.low_rank import MOST_ENERGY, gram, singular
+from hf_ext.storage.delta.low_rank import MOST_ENERGY
 from hf_ext.storage.native import FLOATS, WIDTHS, cast
 from hf_ext.storage.prefetch import Prefetcher, progress
 from hf_ext.storage.safetensors_file import torch_dtype
 from hf_ext.storage.source import TensorSource, rows_of
+from hf_ext.storage.subspace import Components, block_width, leading, random_directions
 
 if TYPE_CHECKING:
     from hf_ext.adapters.lora_layers import Pair
 
 DEFAULT_RANK = 32
 LEAST_SQUARE = 1e-30  # mean square of a change below which single precision may lose squares
-ITERATIONS, OVERSAMPLING = 4, 8  # of `leading`; directions beyond one and a quarter times the rank
+ROUNDS = 4  # of subspace iteration
 
 
 class Spectrum(NamedTuple):
@@ -88,15 +89,13 @@ class Aim:
         return dict(zip(spectra, np.bincount(layers[order[:taken]], minlength=len(counts)).tolist()))
 
 
-class Components(NamedTuple):
-    """The leading singular components of a change: values in decreasing order, left vectors (rows × components) and right ones
-    (components × columns). `energy` is the sum of all squares, `scale` the factor of the change that was decomposed."""
+class Decomposed(NamedTuple):
+    """The leading singular components of a change, and the energy of all. A change that single precision cannot add up is
+    multiplied by `scale` before."""
 
-    values: np.ndarray
-    left: torch.Tensor
-    right: torch.Tensor
-    energy: float
-    scale: float
+    components: Components
+    energy: float = 0.0
+    scale: float = 1.0
 
 
 class Factors(NamedTuple):
@@ -229,47 +228,48 @@ class Changes:
                 rows = np.flatnonzero(np.concatenate([change.rows(band)[1] for band in change.bands()]))
         return [*rows.tolist(), *range(base, tuned)]
 
-    def components(self, name: str, count: int) -> Components:
+    def decomposed(self, name: str, count: int) -> Decomposed:
         """Returns the leading singular components of a change, at most `count`."""
         with self.change(name) as change:
             if change is None:
                 rows, columns = self.shape(name)
-                return Components(np.empty(0), torch.empty(rows, 0), torch.empty(0, columns), 0.0, 1.0)
-            return leading(change, count)
+                return Decomposed(Components(np.empty(0), torch.empty(rows, 0), torch.empty(0, columns)))
+            values, left, right = leading_of(change, count)
+            return Decomposed(Components(values[:count], left[:, :count], right[:count]), change.energy, change.scale)
 
     def factors(self, names: Iterable[str], aim: Aim) -> dict[str, Factors]:
         """Returns the LoRA of each matrix that gets a rank. Computes further components where their choice needs them."""
         limits = {name: min(*self.shape(name), aim.rank or max(self.shape(name))) for name in names}
         first = aim.rank or DEFAULT_RANK if aim.is_uniform else DEFAULT_RANK
         counts = {name: min(first, limit) for name, limit in limits.items()}
-        components: dict[str, Components] = {}
+        decomposed: dict[str, Decomposed] = {}
         missing, ranks = list(counts), dict[str, int]()
 
-        def compute(name: str) -> Components:
-            return self.components(name, counts[name])
+        def compute(name: str) -> Decomposed:
+            return self.decomposed(name, counts[name])
 
         with progress("Decomposing", len(missing)) as bar:
             while missing:
                 sizes = {name: 4 * sum(self.shape(name)) * counts[name] for name in missing}
-                for name, parts in Prefetcher(compute, sizes):
-                    components[name] = parts
+                for name, result in Prefetcher(compute, sizes):
+                    decomposed[name] = result
                     bar.update(not ranks)
                 spectra = {
-                    name: Spectrum(parts.values / parts.scale, parts.energy / parts.scale**2, self.cost(name))
-                    for name, parts in components.items()
+                    name: Spectrum(components.values / scale, energy / scale**2, self.cost(name))
+                    for name, (components, energy, scale) in decomposed.items()
                 }
                 ranks = aim.ranks(spectra)
                 missing = [name for name, rank in ranks.items() if rank == counts[name] < limits[name] and not aim.is_uniform]
                 counts |= {name: min(2 * counts[name], limits[name]) for name in missing}
 
         def factor(name: str) -> Factors:  # in a thread of its own, as PyTorch's threads cost more than they save here
-            return self._factors(name, components.pop(name), ranks[name])
+            return self._factors(name, decomposed.pop(name), ranks[name])
 
         return dict(Prefetcher(factor, {name: self.cost(name) * rank for name, rank in ranks.items() if rank}))
 
-    def _factors(self, name: str, components: Components, rank: int) -> Factors:
-        dtype, root = torch_dtype(self.dtype(name)), torch.from_numpy(components.values[:rank] / components.scale).sqrt()
-        exact = components.left[:, :rank].double() * root, components.right[:rank].double() * root[:, None]
+    def _factors(self, name: str, decomposed: Decomposed, rank: int) -> Factors:
+        (components, energy, scale), dtype = decomposed, torch_dtype(self.dtype(name))
+        exact = components.factors(rank, scale)
         left, right = (factor.to(dtype) for factor in exact)
         if not (left.isfinite().all() and right.isfinite().all()):
             raise CheckpointError(f"The change of '{name}' of {self._tuned} is too large for a LoRA in {self.dtype(name)}.")
@@ -278,32 +278,12 @@ class Changes:
             """Returns the inner product of two products of factors."""
             return float(((one[0].T @ other[0]) * (one[1] @ other[1].T)).sum())
 
-        rounded = left.double(), right.double()
+        exact, rounded = ((factors[0].double(), factors[1].double()) for factors in (exact, (left, right)))
         kept = 2 * product(exact, rounded) - product(rounded, rounded)
         left = torch.nn.functional.pad(left, (0, 0, 0, self._all_rows(name)[1] - len(left)))  # rows that only the base has
-        return Factors(left, right, components.energy / components.scale**2, kept)
+        return Factors(left, right, energy / scale**2, kept)
 
 
-def leading(change: Change, count: int) -> Components:
-    """Returns the leading singular components of a change, at most `count`, by randomized subspace iteration (Halko,
-    Martinsson, Tropp 2011) with dynamic shifts (arXiv 2404.09276). Memory: a band of rows and the vectors.
-
-    The smallest singular value of an image is at most λ, the eigenvalue of the same index. With half of it subtracted from all
-    eigenvalues, those below λ keep smaller magnitudes than λ, and those above λ grow faster in comparison.
-    """
-    rows, columns = change.shape
-    width = min(count + count // 4 + OVERSAMPLING, rows, columns)
-    basis, shift = torch.randn(columns, width, generator=torch.Generator().manual_seed(0), dtype=torch.float32), 0.0
-    for i in range(ITERATIONS):
-        image = basis * -shift
-        for band in change.bands():
-            part = change.rows(band)[0]
-            image.addmm_(part.T, part @ basis)
-        basis, triangle = torch.linalg.qr(image)
-        if 0 < i < ITERATIONS - 1:  # the first basis is not orthonormal, the last one needs no shift
-            shift = max(shift, (shift + float(torch.linalg.svdvals(triangle)[-1])) / 2)
-    reduced = torch.cat([change.rows(band)[0] @ basis for band in change.bands()])
-    values, turn = singular(gram(reduced))
-    values, turn = values[:count], turn[:, :count]
-    left = reduced @ (turn / torch.from_numpy(values).float())
-    return Components(values, left, (basis @ turn).T, change.energy, change.scale)
+def leading_of(change: Change, count: int) -> Components:
+    """Returns the leading singular components of a change, at most `count` or somewhat more."""
+    return leading(change.product, random_directions(change.shape[1], block_width(count, change.shape)), ROUNDS)

@@ -1,35 +1,16 @@
-"""Principal singular components of weights, computed exactly or by randomized subspace iteration."""
+"""PiSSA's factors: the principal singular components of weights, computed exactly or by randomized subspace iteration."""
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 from torch.nn.functional import pad
 
 from hf_ext.errors import AdapterError
+from hf_ext.storage.subspace import Components, block_width, gram, random_directions, singular
 
-OVERSAMPLING = 8  # directions of the iteration beyond one and a quarter times the rank
 # Relative difference that Bᵀ W may have to its value for principal components of W. QPiSSA's iterations make up to a third,
 # a fine-tune of the base a few hundredths, another weight 1.
 SAME_WEIGHT = 0.5
-
-
-class Components(NamedTuple):
-    """The r largest singular values of W (…, m, n) and their vectors, so that W ≈ U diag(S) Vh.
-
-    Attributes:
-        U: (…, m, r), orthonormal columns.
-        S: (…, r), in descending order.
-        Vh: (…, r, n), orthonormal rows.
-        block: (…, k, max(m, n)), the rows that the iteration ended with, k of them or all. The iteration of a similar matrix is
-            shorter if it starts from them.
-    """
-
-    U: torch.Tensor
-    S: torch.Tensor
-    Vh: torch.Tensor
-    block: torch.Tensor
 
 
 def principal_components(
@@ -37,78 +18,59 @@ def principal_components(
     rank: int,
     niter: int | None = 3,
     seed: int = 0,
-    block: torch.Tensor | None = None,
+    similar: Components | None = None,
 ) -> Components:
-    """Computes the `rank` largest singular components of a matrix or a batch of matrices, on the weight's device.
+    """Computes the largest singular components of a matrix on its device: `rank` or somewhat more, or all that are not zero.
 
-    This is randomized subspace iteration (Halko, Martinsson, Tropp 2011, algorithms 4.4 and 5.1). Each round multiplies a block
-    of somewhat more than `rank` directions by W Wᵀ and orthonormalizes the block. The block belongs to the matrix's smaller
-    side, and the last step decomposes the block's small Gram matrix instead of a long matrix.
+    The iteration (see `storage.subspace`) works on the matrix's smaller side, and multiplies by whole matrices.
 
     Args:
-        weight: (…, m, n), float32 or float64.
-        rank: r, at least one. Components beyond the matrix's min(m, n) are zero.
-        niter: number of rounds, at least one; None for LAPACK's exact decomposition.
+        weight: (m, n), float32 or float64.
+        rank: r, at least one.
+        niter: number of rounds of subspace iteration, at least one; None for LAPACK's exact decomposition.
         seed: seed of the random directions. The same weight, seed and device give the same components.
-        block: block of a similar matrix of this shape and rank, to start from instead of random directions.
+        similar: components of a similar matrix, from which the iteration starts instead of random directions.
 
     Raises:
         AdapterError: the weight has NaN or infinite values.
     """
     if not weight.isfinite().all():
         raise AdapterError("The weight has NaN or infinite values, so it has no principal components. Mend the base's weights.")
-    smaller = min(weight.shape[-2:])
-    if rank > smaller:
-        U, S, Vh, block = principal_components(weight, smaller, niter, seed, block)
-        missing = (0, rank - smaller)
-        return Components(pad(U, missing), pad(S, missing), pad(Vh, (0, 0, *missing)), block)
-    if weight.shape[-2] > weight.shape[-1]:
-        transposed = principal_components(weight.mT, rank, niter, seed, block)
-        return Components(transposed.Vh.mT, transposed.S, transposed.U.mT, transposed.block)
-    width = min(rank + rank // 4 + OVERSAMPLING, smaller)
-    if niter is None or width == smaller:
+    if weight.shape[0] > weight.shape[1]:
+        return principal_components(weight.T, rank, niter, seed, similar and similar.transposed()).transposed()
+    width = block_width(rank, weight.shape)
+    if niter is None or width == len(weight):
         U, S, Vh = torch.linalg.svd(weight, full_matrices=False)
-        return Components(U[..., :rank], S[..., :rank], Vh[..., :rank, :], Vh[..., :width, :])
-    if block is None:
-        generator = torch.Generator(weight.device).manual_seed(seed)
-        shape = (*weight.shape[:-1], width)
-        directions = torch.randn(shape, generator=generator, device=weight.device, dtype=weight.dtype)
-        block = directions.mT @ weight
-    basis = weight @ block.mT
+        return Components(S[:width].double().cpu().numpy(), U[:, :width], Vh[:width])
+    block = similar.right if similar else random_directions(len(weight), width, seed, weight).T @ weight
+    basis = weight @ block.T
     for _ in range(1, niter):
         # (basisᵀ W)ᵀ is Wᵀ basis, but reads W row by row.
-        basis = weight @ (_conditioned(basis).mT @ weight).mT
+        basis = weight @ (_conditioned(basis).T @ weight).T
     basis = torch.linalg.qr(basis).Q
-    projected = basis.mT @ weight
-    # Squaring the singular values loses half of the digits. float64 has enough of them.
-    squares, rotation = torch.linalg.eigh(_gram(projected.mT))
-    S = squares[..., -rank:].flip(-1).clamp_min(0).sqrt().to(weight.dtype)
-    rotation = rotation[..., -rank:].flip(-1).to(weight.dtype)
-    Vh = rotation.mT @ projected / S.clamp_min(torch.finfo(weight.dtype).tiny)[..., None]
-    return Components(basis @ rotation, S, Vh, projected)
-
-
-def _gram(block: torch.Tensor) -> torch.Tensor:
-    block = block.double()
-    return block.mT @ block
+    projected = basis.T @ weight
+    values, rotation = singular(gram(projected.T))
+    rotation = rotation.to(weight.dtype)
+    return Components(values, basis @ rotation, (rotation / torch.from_numpy(values).to(rotation)).T @ projected)
 
 
 def _conditioned(block: torch.Tensor) -> torch.Tensor:
     """Returns nearly orthonormal columns of the same span: by Cholesky, or by the slower QR if Cholesky fails."""
-    factor, failed = torch.linalg.cholesky_ex(_gram(block))
-    if failed.any():
+    factor, failed = torch.linalg.cholesky_ex(gram(block))
+    if failed:
         return torch.linalg.qr(block).Q
-    return torch.linalg.solve_triangular(factor.mT.to(block.dtype), block, upper=True, left=False)
+    return torch.linalg.solve_triangular(factor.T.to(block.dtype), block, upper=True, left=False)
 
 
-def initial_factors(components: Components, scaling: float) -> tuple[torch.Tensor, torch.Tensor]:
+def initial_factors(components: Components, rank: int, scaling: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes PiSSA's adapter before training (arXiv 2404.02948, eq. 2 and 3). scaling · B A is the matrix of the components.
 
     Returns:
-        B = U (S / scaling)^½, (…, m, r), and A = (S / scaling)^½ Vh, (…, r, n).
+        B = U (S / scaling)^½, (m, r), and A = (S / scaling)^½ Vh, (r, n); zero beyond the components.
     """
-    root = (components.S / scaling).sqrt()
-    return components.U * root[..., None, :], root[..., None] * components.Vh
+    B, A = components.factors(rank, scaling)
+    missing = rank - len(A)
+    return pad(B, (0, missing)), pad(A, (0, 0, 0, missing))
 
 
 def share_of_energy(B: torch.Tensor, A: torch.Tensor, scaling: float, weight: torch.Tensor) -> float:

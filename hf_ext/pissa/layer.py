@@ -136,8 +136,8 @@ class PissaLayer(LoraLayer):
 
     def principal(self, adapter: str, config: PissaConfig) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns A₀ and B₀, the factors of the weight's principal components, and notes their share of its energy."""
-        matrix, scaling = self.matrix(), self.start_scaling(adapter)
-        B, A = initial_factors(principal_components(matrix, self.r[adapter], config.rounds), scaling)
+        matrix, rank, scaling = self.matrix(), self.r[adapter], self.start_scaling(adapter)
+        B, A = initial_factors(principal_components(matrix, rank, config.rounds), rank, scaling)
         self.energies[adapter] = share_of_energy(B, A, scaling, matrix)
         return A, B
 

@@ -14,7 +14,7 @@ from hf_ext.pissa.decomposition import initial_factors, principal_components
 QuantizedWeight: TypeAlias = Any  # Params4bit
 
 ROWS = 1024  # rows of a weight that are in float64 at a time
-WARM_ITERATIONS = 1  # rounds of subspace iteration that start from the block of the step before
+WARM_ITERATIONS = 1  # rounds of subspace iteration that start from the components of the step before
 
 
 @dataclass(frozen=True)
@@ -127,13 +127,11 @@ def quantized_residual(
         niter: half the rounds of the first decomposition; None decomposes exactly in each iteration.
         dtype: dtype of the adapter. The residual is the difference to the factors in this dtype.
     """
-    rest = weight
-    block: torch.Tensor | None = None
+    rest, components = weight, None
     for iteration in range(iterations):
         rounds = None if niter is None else WARM_ITERATIONS if iteration else 2 * niter
-        components = principal_components(rest, rank, rounds, block=block)
-        block = components.block
-        B, A = (factor.to(dtype) for factor in initial_factors(components, scaling))
+        components = principal_components(rest, rank, rounds, similar=components)
+        B, A = (factor.to(dtype) for factor in initial_factors(components, rank, scaling))
         if iteration < iterations - 1:
             rest = weight - dequantize(quantization.quantize(torch.addmm(weight, B.float(), A.float(), alpha=-scaling)))
     # Loading an adapter computes only this residual again.

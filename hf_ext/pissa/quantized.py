@@ -239,14 +239,14 @@ class QPissaModel(PissaModel):
             BaseModelError: the adapter was trained on another format.
         """
         config, kind = self.peft_config[adapter_name], bitsandbytes().nn.Linear4bit
-        found = " and ".join(sorted({format_of(module.weight) for module in model.modules() if isinstance(module, kind)}))
-        if found and config.quantization not in (found, None) and not config.decomposes:
+        format = " and ".join(sorted({format_of(module.weight) for module in model.modules() if isinstance(module, kind)}))
+        if format and config.quantization not in (format, None) and not config.decomposes:
             raise BaseModelError(
-                f"The base is quantized as {found}, and the adapter was trained on {config.quantization}. Load the base with "
+                f"The base is quantized as {format}, and the adapter was trained on {config.quantization}. Load the base with "
                 "the BitsAndBytesConfig of the training."
             )
-        if found:
-            config.quantization = found
+        if format:
+            config.quantization = format
         super().inject_adapter(model, adapter_name, *args, **kwargs)
 
     def _create_new_module(self, config: QPissaConfig, adapter_name: str, target: nn.Module, **kwargs: Any) -> nn.Module:  # type: ignore[override]

@@ -8,28 +8,33 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_ext.pissa.decomposition import initial_factors, is_of, principal_components
+from hf_ext.storage.subspace import Components
 
 
 def matrix(*shape: int, decay: float = 1.0, seed: int = 0) -> torch.Tensor:
     """Of singular values 1, 2^-decay, 3^-decay …"""
     generator = torch.Generator().manual_seed(seed)
-    left, right = (torch.linalg.qr(torch.randn(*shape[:-2], n, min(shape[-2:]), generator=generator)).Q for n in shape[-2:])
-    return (left * torch.arange(1, min(shape[-2:]) + 1) ** -decay) @ right.mT
+    left, right = (torch.linalg.qr(torch.randn(n, min(shape), generator=generator)).Q for n in shape)
+    return (left * torch.arange(1, min(shape) + 1) ** -decay) @ right.T
 
 
 def energy(components) -> float:
-    return components.S.double().square().sum().item()
+    return components.energy(16)
 
 
-@pytest.mark.parametrize("shape", [(96, 96), (40, 120), (120, 40), (3, 64, 96), (2, 3, 96, 32)])
+def product(components: Components, rank: int) -> torch.Tensor:
+    B, A = initial_factors(components, rank, 1.0)
+    return B @ A
+
+
+@pytest.mark.parametrize("shape", [(96, 96), (40, 120), (120, 40)])
 def test_the_components_equal_the_exact_decomposition(shape):
     weight = matrix(*shape)
     exact, components = (principal_components(weight, 8, niter) for niter in (None, 6))
-    for vectors in (components.U.mT, components.Vh):
-        torch.testing.assert_close(vectors @ vectors.mT, torch.eye(8).expand(*shape[:-2], 8, 8), atol=1e-4, rtol=0)
-    torch.testing.assert_close(components.S, exact.S, rtol=1e-4, atol=0)
-    product, expected = ((c.U * c.S[..., None, :]) @ c.Vh for c in (components, exact))
-    torch.testing.assert_close(product, expected, atol=2e-3, rtol=0)
+    for vectors in (components.left.T[:8], components.right[:8]):
+        torch.testing.assert_close(vectors @ vectors.T, torch.eye(8), atol=1e-4, rtol=0)
+    assert components.values[:8] == pytest.approx(exact.values[:8], rel=1e-4)
+    torch.testing.assert_close(product(components, 8), product(exact, 8), atol=2e-3, rtol=0)
 
 
 def test_three_rounds_capture_nearly_all_of_the_energy():
@@ -44,27 +49,26 @@ def test_more_rounds_capture_more_energy():
     assert captured == sorted(captured)
 
 
-def test_a_block_of_a_similar_matrix_saves_rounds():
+def test_the_components_of_a_similar_matrix_save_rounds():
     weight = matrix(256, 256, decay=0.5)
     before = principal_components(weight, 16, 8)
     similar = weight + 1e-3 * torch.randn(256, 256, generator=torch.Generator().manual_seed(1))
-    cold, warm = (energy(principal_components(similar, 16, 1, block=block)) for block in (None, before.block))
+    cold, warm = (energy(principal_components(similar, 16, 1, similar=start)) for start in (None, before))
     assert warm > cold and warm > 0.999 * energy(principal_components(similar, 16, None))
 
 
 def test_a_seed_determines_the_components():
     weight, state = matrix(96, 96), torch.get_rng_state()
     first, second = (principal_components(weight, 4, seed=3) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, second))
-    assert not torch.equal(first.U, principal_components(weight, 4, seed=4).U)
+    assert torch.equal(first.left, second.left) and torch.equal(first.right, second.right)
+    assert not torch.equal(first.left, principal_components(weight, 4, seed=4).left)
     assert torch.equal(state, torch.get_rng_state())
 
 
 @pytest.mark.parametrize("weight", [torch.zeros(48, 64), matrix(48, 64)[:, :1] @ torch.ones(1, 64)], ids=["zero", "rank one"])
 def test_a_matrix_of_too_small_a_rank_gives_finite_factors_of_it(weight):
-    components = principal_components(weight, 8)
-    B, A = initial_factors(components, 2.0)
-    assert all(torch.isfinite(part).all() for part in (*components, B, A))
+    B, A = initial_factors(principal_components(weight, 8), 8, 2.0)
+    assert B.isfinite().all() and A.isfinite().all()
     torch.testing.assert_close(2 * B @ A, weight, atol=1e-5, rtol=1e-5)
 
 
@@ -73,17 +77,17 @@ def test_a_matrix_of_too_small_a_rank_gives_finite_factors_of_it(weight):
 def test_all_components_together_are_the_matrix(m, n, data):
     weight = matrix(m, n, seed=data.draw(st.integers(0, 99)))
     rank = min(m, n) + data.draw(st.integers(0, 4))
-    components = principal_components(weight, rank, data.draw(st.sampled_from([None, 0, 3])))
-    assert components.S.shape == (rank,) and not components.S[min(m, n) :].any()
-    torch.testing.assert_close((components.U * components.S) @ components.Vh, weight, atol=1e-5, rtol=0)
+    B, A = initial_factors(principal_components(weight, rank, data.draw(st.sampled_from([None, 0, 3]))), rank, 1.0)
+    assert A.shape == (rank, n) and not A[min(m, n) :].any()
+    torch.testing.assert_close(B @ A, weight, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("scaling", [0.5, 1.0, 4.0])
 def test_the_scaled_factors_are_the_principal_part(scaling):
     weight = matrix(64, 48)
     components = principal_components(weight, 8, None)
-    B, A = initial_factors(components, scaling)
-    torch.testing.assert_close(scaling * B @ A, (components.U * components.S) @ components.Vh)
+    B, A = initial_factors(components, 8, scaling)
+    torch.testing.assert_close(scaling * B @ A, product(components, 8))
     torch.testing.assert_close(B.norm(dim=0), A.norm(dim=1))
 
 
@@ -91,7 +95,7 @@ def test_the_scaled_factors_are_the_principal_part(scaling):
 @pytest.mark.parametrize("shape", [(64, 96), (96, 64)])
 def test_factors_of_another_matrix_are_recognized(shape, dtype):
     weight, other = matrix(*shape), matrix(*shape, seed=1)
-    B, A = (factor.to(dtype) for factor in initial_factors(principal_components(weight, 8), 0.5))
+    B, A = (factor.to(dtype) for factor in initial_factors(principal_components(weight, 8), 8, 0.5))
     assert is_of(B, A, 0.5, weight.to(dtype).float())
     assert not is_of(B, A, 0.5, other)
     assert not is_of(B, A, 2.0, weight)

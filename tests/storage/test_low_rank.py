@@ -31,6 +31,7 @@ from test_codec import FLOAT_DTYPES, bits, trained
 from hf_ext import _native, storage
 from hf_ext.storage.delta import LEVELS, low_rank, weighted_fit
 from hf_ext.storage.safetensors_file import RawTensor
+from hf_ext.storage.subspace import leading
 
 ROWS, COLUMNS = 96, 128
 EXPONENTS = st.integers(-100, 100)
@@ -286,15 +287,16 @@ def fine_grid() -> low_rank.Grid:
 def test_the_decomposition_finds_the_leading_components():
     tensor, base = low_rank_pair(torch.float32, 6, 1e-5)
     start = torch.randn(256, 20, generator=torch.Generator().manual_seed(1))
-    components = low_rank.decompose(change_of(tensor, base), start, 1)
+    change = change_of(tensor, base)
+    components = leading(change.product, start, 2)
     exact = torch.linalg.svd(tensor - base)
     np.testing.assert_allclose(components.values[:6], exact.S[:6], rtol=1e-4)
     assert np.square(components.values[:12]).sum() == pytest.approx(exact.S[:12].square().sum().item(), rel=1e-4)
-    assert components.touched == 192 and components.energy == pytest.approx(exact.S.square().sum().item(), rel=1e-5)
-    torch.testing.assert_close(components.left(12).T @ components.left(12), torch.eye(12), atol=1e-4, rtol=0)
-    torch.testing.assert_close(components.right(12) @ components.right(12).T, torch.eye(12), atol=1e-4, rtol=0)
-    near = components.left(6) @ (torch.from_numpy(components.values[:6, None]).float() * components.right(6))
-    torch.testing.assert_close(near, tensor - base, atol=6e-5, rtol=0)
+    assert np.count_nonzero(change.energies) == 192 and change.energy == pytest.approx(exact.S.square().sum().item(), rel=1e-5)
+    for vectors in (components.left.T[:12], components.right[:12]):
+        torch.testing.assert_close(vectors @ vectors.T, torch.eye(12), atol=1e-4, rtol=0)
+    left, right = components.factors(6)
+    torch.testing.assert_close(left @ right, tensor - base, atol=6e-5, rtol=0)
 
 
 def test_the_rank_is_that_of_the_change_where_the_rest_is_noise():
@@ -302,8 +304,8 @@ def test_the_rank_is_that_of_the_change_where_the_rest_is_noise():
     noise = torch.randn(192, 256, generator=torch.Generator().manual_seed(8))
     start = torch.randn(256, 72, generator=torch.Generator().manual_seed(1))
     for change, rank in ((change_of(tensor, base), 6), (change_of(noise, torch.zeros_like(noise)), 0)):
-        components = low_rank.decompose(change, start, 1)
-        assert low_rank.best_rank(components.values, components.energy, change.shape, fine_grid()) == rank
+        components = leading(change.product, start, 2)
+        assert low_rank.best_rank(components.values, change.energy, change.shape, fine_grid()) == rank
 
 
 @pytest.mark.parametrize("rank", [0, 1, 6, 14, 40])

@@ -80,11 +80,11 @@ def coarsened(
     """
     tensor.require_bytes(name)
     base.require_bytes(base_name)
-    made = (_stack if is_stack(tensor.dtype, tensor.shape) else _body)(tensor, base, step, gain, threads)
-    texts = (tensor.dtype, base.dtype, name, base_name) if made.base_values else (tensor.dtype, "", name, "")
-    checksum = xxhash.xxh3_64_intdigest(made.data)
-    payload = write_payload(texts, tensor.shape, made.mode, made.base_values, checksum, made.body)
-    return Coarse(payload, replace(tensor, data=made.data), made.numbers)
+    encoded = (_stack if is_stack(tensor.dtype, tensor.shape) else _body)(tensor, base, step, gain, threads)
+    texts = (tensor.dtype, base.dtype, name, base_name) if encoded.base_values else (tensor.dtype, "", name, "")
+    checksum = xxhash.xxh3_64_intdigest(encoded.data)
+    payload = write_payload(texts, tensor.shape, encoded.mode, encoded.base_values, checksum, encoded.body)
+    return Coarse(payload, replace(tensor, data=encoded.data), encoded.numbers)
 
 
 def _stack(tensor: RawTensor, base: RawTensor, step: float, gain: float, threads: int) -> _Body:
@@ -97,10 +97,10 @@ def _stack(tensor: RawTensor, base: RawTensor, step: float, gain: float, threads
             return _body(matrix, matrix_of(base, shape, i), step, gain, -(-threads // count))
         return _Body(*encode_body(matrix, None, 1, 1), matrix.data, 0)
 
-    made = in_threads(encode, count, threads)
-    table = [(part.mode, part.base_values, xxhash.xxh3_64_intdigest(part.data), part.body) for part in made]
-    data = np.concatenate([part.data for part in made])
-    return _Body(STACKED, predicted * math.prod(shape), write_matrices(table), data, sum(part.numbers for part in made))
+    matrices = in_threads(encode, count, threads)
+    table = [(part.mode, part.base_values, xxhash.xxh3_64_intdigest(part.data), part.body) for part in matrices]
+    data = np.concatenate([part.data for part in matrices])
+    return _Body(STACKED, predicted * math.prod(shape), write_matrices(table), data, sum(part.numbers for part in matrices))
 
 
 def _body(tensor: RawTensor, base: RawTensor, step: float, gain: float, threads: int) -> _Body:

@@ -202,13 +202,13 @@ def stored_factors(payload: np.ndarray | bytes, header: Header) -> Factors | Non
         return None
     body, length = np.frombuffer(payload, np.uint8)[header.body :], row_length(header.shape)
     try:
-        found = _native.factors(body, FLOATS[header.narrow or header.dtype], header.values, length, header.base_values)
+        stored = _native.factors(body, FLOATS[header.narrow or header.dtype], header.values, length, header.base_values)
     except (ValueError, TypeError) as error:
         raise CorruptFileError(f"Tensor '{header.name}' cannot be decoded: {error}.") from error
-    if found is None:
+    if stored is None:
         return None
-    columns = np.frombuffer(found[1], np.int32).reshape(-1, length)
-    return Factors(np.frombuffer(found[0], np.int32).reshape(-1, len(columns)), columns, found[2])
+    columns = np.frombuffer(stored[1], np.int32).reshape(-1, length)
+    return Factors(np.frombuffer(stored[0], np.int32).reshape(-1, len(columns)), columns, stored[2])
 
 
 def _encode_stack(tensor: RawTensor, base: RawTensor | None, threads: int, level: int) -> tuple[int, int, Body]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ from hf_ext.storage.delta.change import Change
 from hf_ext.storage.delta.payload import Factors
 from hf_ext.storage.delta.weighted_fit import fit
 from hf_ext.storage.native import MANTISSA, WIDTHS, as_numbers
-from hf_ext.storage.prefetch import in_threads
+from hf_ext.storage.subspace import Components, gram, leading, random_directions, singular
 
 MAX_RANK = 64  # each component adds a product to the decoding of every value
 MAX_RANK_OF_ALL = {2: MAX_RANK, 3: 256}  # by level, for changes that are completely of low rank
@@ -26,7 +27,6 @@ LEAST = 64  # smaller numbers of rows or columns are not worth it
 FEW, GROWTH = 16, 3  # components that the first look at a sample of the rows shows, and factor of the next looks
 ROWS_PER_COMPONENT = 4  # of that sample
 MAX_EXPONENT = 100
-GROUPS = 16  # of bands of rows, each with a sum of its own
 PASSES = {2: 0, 3: 2}  # by level: power iterations over the whole matrix
 MOST = 1 << 23  # values of the largest sample of rows
 LEAST_GAIN = 0.004  # bits of each value that a component must save to be worth the time
@@ -66,29 +66,6 @@ class Grid(NamedTuple):
         return np.log2(np.add.outer(variance, self.variances) + TINY) @ self.shares / 2
 
 
-class Components(NamedTuple):
-    """The leading singular components of a change. They stay factored until the rank is known."""
-
-    values: np.ndarray
-    back: torch.Tensor  # columns × width: the transposed change times `images`
-    images: torch.Tensor  # rows × width: the change times some vectors
-    turn: torch.Tensor  # width × components: the left singular vectors as combinations of the images
-    energy: float  # sum of the squares of the whole change
-    touched: int  # rows that changed
-
-    def left(self, rank: int) -> torch.Tensor:
-        """Returns the left singular vectors: rows × rank, orthonormal columns."""
-        return self.images @ self.turn[:, :rank]
-
-    def right(self, rank: int) -> torch.Tensor:
-        """Returns the right singular vectors: rank × columns, orthonormal rows."""
-        return (self.back @ (self.turn[:, :rank] / torch.from_numpy(self.values[:rank]).float())).T
-
-    def energy_left(self, rank: int) -> float:
-        """Returns the energy of the components beyond this rank."""
-        return max(self.energy - float(np.square(self.values[:rank]).sum()), 0.0)
-
-
 def changes(data: np.ndarray, prediction: np.ndarray, dtype: str, length: int, level: int, threads: int = 1) -> list[Factors]:
     """Returns low-rank changes that may bring a base closer to a tensor, to be tried one by one.
 
@@ -101,27 +78,20 @@ def changes(data: np.ndarray, prediction: np.ndarray, dtype: str, length: int, l
         level: 2 or 3, see `encode_raw`.
         threads: number of threads; the result does not depend on it.
     """
-    change = Change(data, prediction, dtype, length)
-    rows, columns = change.shape
-    if min(rows, columns) < LEAST or MOST // columns < LEAST:
+    if MOST // length < LEAST:
         return []
-    spacings = spacings_of(data, dtype)
+    change, spacings = Change(data, prediction, dtype, length), spacings_of(data, dtype)
     with np.errstate(over="ignore"):  # float64 values may be too far apart to be squared
         grid = Grid.of(spacings)
-    start = glance(change, grid, MAX_RANK_OF_ALL[level]) if math.isfinite(grid.mean) else None
-    components = None if start is None else decompose(change, start, PASSES[level], threads)
-    if components is None:
+    part = low_rank_part(change, grid, MAX_RANK_OF_ALL[level], PASSES[level], threads)
+    if part is None:
         return []
-    best = best_rank(components.values, components.energy, (components.touched, columns), grid)
-    if best == 0:
-        return []
-    count = components.touched * columns
-    is_all = components.energy_left(best) < max(4 * grid.mean * count, NEARLY_ALL * components.energy)
     results: list[Factors] = []
-    for rank, halvings in search(min(best, MAX_RANK_OF_ALL[level] if is_all else MAX_RANK), is_all, dtype, level):
-        root = torch.from_numpy(np.sqrt(components.values[:rank])).float()
-        left, right = components.left(rank) * root, components.right(rank) * root[:, None]
-        rest = components.energy_left(rank) / count + grid.mean
+    noise = grid.mean * part.size
+    is_all = part.energy_left(part.rank) < max(4 * noise, NEARLY_ALL * change.energy)
+    for rank, halvings in search(part.rank if is_all else min(part.rank, MAX_RANK), is_all, dtype, level):
+        left, right = part.components.factors(rank)
+        rest = part.energy_left(rank) / part.size + grid.mean
         if is_all:
             left, right = fit(change, left, right, spacings, level, threads)
             rest = grid.mean
@@ -137,24 +107,48 @@ def changes(data: np.ndarray, prediction: np.ndarray, dtype: str, length: int, l
 def coarse_change(change: Change, step: float, gain: float, threads: int = 1) -> tuple[Factors, Factors] | None:
     """Returns the low-rank part of a change that pays if values are restored to multiples of `step` only, and `gain` times that
     part; None if none pays."""
-    rows, columns = change.shape
-    if min(rows, columns) < LEAST:
-        return None
     spacings = np.maximum(spacings_of(change.values.reshape(-1), change.dtype), math.log2(step))
     grid = Grid.of(spacings)._replace(least_gain=0)
-    start = glance(change, grid, MAX_RANK)
-    components = None if start is None else decompose(change, start, PASSES[3], threads)
-    if components is None:
+    part = low_rank_part(change, grid, MAX_RANK, PASSES[3], threads)
+    if part is None:
         return None
-    rank = min(best_rank(components.values, components.energy, (components.touched, columns), grid), MAX_RANK)
-    if rank == 0:
-        return None
-    root = torch.from_numpy(np.sqrt(components.values[:rank])).float()
-    left, right = components.left(rank) * root, components.right(rank) * root[:, None]
-    rest = components.energy_left(rank) / (components.touched * columns)
-    exponent = step_exponent(left, right, rest + grid.mean)
+    left, right = part.components.factors(part.rank)
+    exponent = step_exponent(left, right, part.energy_left(part.rank) / part.size + grid.mean)
     plain, stretched = quantize(left, right, exponent), quantize(left * gain, right, exponent)
     return None if plain is None or stretched is None else (plain, stretched)
+
+
+class Part(NamedTuple):
+    """The low-rank part of a change that pays: the first `rank` of its components."""
+
+    components: Components
+    rank: int
+    energy: float  # sum of the squares of the whole change
+    size: int  # number of values in rows that changed
+
+    def energy_left(self, rank: int) -> float:
+        """Returns the energy of the change beyond its first components."""
+        return max(self.energy - self.components.energy(rank), 0.0)
+
+
+def low_rank_part(change: Change, grid: Grid, most: int, passes: int, threads: int) -> Part | None:
+    """Returns the low-rank part of a change that pays, from a glance at a sample of rows and power iterations over the whole
+    matrix; None if no component pays.
+
+    Args:
+        grid: the rounding of the tensor's values to their type.
+        most: limit of the rank.
+        passes: number of power iterations.
+    """
+    start = glance(change, grid, most) if min(change.shape) >= LEAST and math.isfinite(grid.mean) else None
+    if start is None:
+        return None
+    components = leading(partial(change.product, threads=threads), start, passes + 1)
+    if not change.energy < MOST_ENERGY:
+        return None
+    touched, columns = int(np.count_nonzero(change.energies)), change.shape[1]
+    rank = min(best_rank(components.values, change.energy, (touched, columns), grid), most)
+    return Part(components, rank, change.energy, touched * columns) if rank else None
 
 
 def glance(change: Change, grid: Grid, most: int) -> torch.Tensor | None:
@@ -174,8 +168,7 @@ def glance(change: Change, grid: Grid, most: int) -> torch.Tensor | None:
         shape = round(touched * scale), columns
         if not 0 < energy < MOST_ENERGY:
             return None
-        noise = torch.randn(columns, min(width, touched), generator=torch.Generator().manual_seed(0), dtype=torch.float32)
-        basis = torch.linalg.qr(part.T @ (part @ noise)).Q
+        basis = torch.linalg.qr(part.T @ (part @ random_directions(columns, min(width, touched)))).Q
         values, turn = singular(gram(part @ basis))
         rank = best_rank(whole_values(values, energy, touched, shape), energy * scale, shape, grid)
         if rank == 0:
@@ -201,15 +194,6 @@ def whole_values(values: np.ndarray, energy: float, sampled: int, shape: tuple[i
     root = np.square(half) - sampled * columns
     signal = (half + np.sqrt(root.clip(min=0)))[(half > 0) & (root > 0)] * rows / sampled
     return np.sqrt(noise * (signal + rows) * (signal + columns) / signal)
-
-
-def singular(gram: torch.Tensor) -> tuple[np.ndarray, torch.Tensor]:
-    """Returns the singular values of a matrix, in decreasing order, and its right singular vectors (float32), from its Gram
-    matrix. Leaves out tiny ones."""
-    squares, turn = torch.linalg.eigh(gram)
-    values = squares.clamp(min=0).sqrt().flip(0).numpy()
-    values = values[values > 1e-6 * values[0]]
-    return values, turn.flip(1)[:, : len(values)].float()
 
 
 def search(rank: int, is_all: bool, dtype: str, level: int) -> list[tuple[int, Sequence[int]]]:
@@ -241,43 +225,6 @@ def spacing(values: np.ndarray, dtype: str) -> np.ndarray:
     magnitude = np.abs(np.where(finite, values, 0))
     magnitude[~finite] = magnitude.max(initial=0)
     return (np.frexp(np.maximum(magnitude, 2.0 ** LEAST_EXPONENT[dtype]))[1] - 1 - MANTISSA[dtype]).astype(np.int16)
-
-
-def decompose(change: Change, start: torch.Tensor, passes: int, threads: int = 1) -> Components | None:
-    """Computes the leading singular components from vectors near the right singular ones (columns × width), by power iterations
-    over bands of rows. Returns None if squares of the change are not finite."""
-    bands, images = list(change.bands()), torch.empty(start.shape[1], change.shape[0], dtype=torch.float32)
-
-    def multiply(group: int) -> tuple[torch.Tensor, float, int]:
-        back, energy, touched = torch.zeros(start.shape[::-1], dtype=torch.float32), 0.0, 0
-        for band in bands[group::GROUPS]:
-            part, energies = change.rows(band)
-            images[:, band] = start.T @ part.T  # much faster than part @ start if `start` is narrow
-            back += images[:, band] @ part
-            energy, touched = energy + float(energies.sum()), touched + int(np.count_nonzero(energies))
-        return back, energy, touched
-
-    for i in range(passes + 1):
-        backs, energies, counts = zip(*in_threads(multiply, min(GROUPS, len(bands)), threads))
-        energy, back = sum(energies), sum(backs).T
-        if not energy < MOST_ENERGY:
-            return None
-        if i < passes:
-            start = torch.linalg.qr(back).Q
-    images = images.T
-    lengths, turn = singular(gram(images))
-    turn = turn.double() / torch.from_numpy(lengths)  # makes the images orthonormal
-    values, again = singular(turn.T @ gram(back) @ turn)
-    return Components(values, back, images, (turn @ again.double()).float(), energy, sum(counts))
-
-
-def gram(vectors: torch.Tensor) -> torch.Tensor:
-    """Returns the products of all pairs of columns (float64)."""
-    width = vectors.shape[1]
-    products = torch.zeros(width, width, dtype=torch.float64)
-    for part in vectors.split(1 << 14):
-        products.addmm_(part.T.double(), part.double())
-    return products
 
 
 def best_rank(values: np.ndarray, energy: float, shape: tuple[int, int], grid: Grid) -> int:
