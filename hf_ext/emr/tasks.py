@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from transformers import PreTrainedModel
 
 from hf_ext.emr.checks import TaskModel
+from hf_ext.emr.folder import MergeFolder
 from hf_ext.emr.modulators import is_asset
 from hf_ext.errors import CheckpointError
 from hf_ext.integration.config_change import difference
@@ -67,6 +68,12 @@ def open_task(name: str, task: Task, base: TensorSource, scratch: Path) -> TaskM
         config.pop("quantization_config", None)
         tensors = open_checkpoint(folder)
     return TaskModel(name, folder, tensors, config, assets_of(folder))
+
+
+def merged_task(merged: MergeFolder, task: str) -> TaskModel:
+    """Returns a task of a merge, to merge it with others."""
+    ties = merged.files[task].record.ties
+    return TaskModel(task, merged.folder, merged.source(task), merged.task_config(task), merged.assets(task), ties)
 
 
 def assets_of(folder: Path) -> dict[str, Path]:

@@ -630,7 +630,7 @@ def test_tasks_of_unequal_strength_stop_the_merge_with_their_figures_unless_acce
         patch.setattr(writing, "write_delta", None)  # a sample is enough
         write()
     with monkeypatch.context() as patch, pytest.raises(CheckpointError, match=expected):
-        patch.setattr(writing.MergeWriter, "_require_agreement", lambda *_: None)  # as if no sample showed it
+        patch.setattr(writing, "require_agreement", lambda *_: None)  # as if no sample showed it
         write()
     assert not out.exists()
     logging.get_logger().addHandler(caplog.handler)
