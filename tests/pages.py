@@ -79,8 +79,8 @@ SHORTER = {
     "num_samples=1000": MOVED,
     # The tensors of the tiny models are smaller than their headers.
     "bits=0.1,": "",
-    'method="switch"': 'method="switch", keep=0.9',
-    "--method switch": "--method switch --keep 0.9",
+    'method="switch"': 'method="switch", bits=8',
+    "--method switch": "--method switch --bits 8",
 }
 MORE = {
     command: [word for option in text.split(", ") for word in shlex.split(f"--{option}".replace("=", " ", 1))]

@@ -305,12 +305,12 @@ def test_a_coded_task_is_merged_added_and_removed_by_commands(tmp_path, tasks, c
     base, folders = tasks
     named = [part for task in ("cr", "trec") for part in ("--task", f"{task}={folders[task]}")]
     merge = ("merge", "--base", base, *named, "--out", tmp_path / "two", "--method", "switch")
-    for options, message in ((("--keep", 2), "keep=2.0"), (("--bits", 0), "bits=0.0"), (("--size", "big"), "size='big'")):
+    for options, message in ((("--bits", 0), "bits=0.0"), (("--size", "big"), "size='big'")):
         assert message in fails(capsys, *merge, *options)
-    assert "keep and bits are given" in fails(capsys, *merge, "--keep", 0.5, "--bits", 1) and not (tmp_path / "two").exists()
+    assert "bits and size are given" in fails(capsys, *merge, "--size", "1MB", "--bits", 1) and not (tmp_path / "two").exists()
     assert run(capsys, *merge, "--bits", 6)[0] == 0
     add = ("add-task", tmp_path / "two", "--task", f"subj={folders['subj']}", "--out", tmp_path / "three")
-    assert run(capsys, *add, "--keep", 0.5)[0] == 0
+    assert run(capsys, *add, "--bits", 6)[0] == 0
     remove = ("remove-task", tmp_path / "three", "--out", tmp_path / "rest", "--task")
     assert "its tasks are cr, trec, subj" in mistaken(capsys, *remove, "sst2")
     result = shown(capsys, *remove, "cr")

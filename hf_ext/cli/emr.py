@@ -17,9 +17,6 @@ section = Section(
 )
 
 Merge = Annotated[str, argument("SRC", "Folder or Hub id of the merge.")]
-Keep = Annotated[
-    float | None, option("--keep", "Size for 'switch': share of the values that get a change of their own, up to 1.", "SHARE")
-]
 Bits = Annotated[float | None, option("--bits", "Size for 'switch': bits per parameter and task; defaults to 0.25.", "N")]
 Size = Annotated[str | None, option("--size", "Size for 'switch': size of the folder, such as 50MB.", "SIZE")]
 Name = Annotated[str, option("--task", "Name of the task.", "NAME")]
@@ -52,7 +49,6 @@ def merge(
             "emr|switch",
         ),
     ] = "emr",
-    keep: Keep = None,
     bits: Bits = None,
     size: Size = None,
     accept_conflicts: Conflicts = False,
@@ -66,7 +62,7 @@ def merge(
             raise mistake(f"there are two tasks called '{name}'; give each its own name", "--task")
     from hf_ext import emr
 
-    options: dict[str, Any] = {"method": method, "keep": keep, "bits": bits, "size": size, "accept_conflicts": accept_conflicts}
+    options: dict[str, Any] = {"method": method, "bits": bits, "size": size, "accept_conflicts": accept_conflicts}
     report = emr.merge(base, dict(tasks), out, overwrite=force, **options)
     return Result(report.summary(), report.to_dict())
 
@@ -84,7 +80,6 @@ def add_task(
         Literal["emr", "switch"] | None,
         option("--method", "As in `hf-ext merge`; defaults to that of the merge's last task.", "emr|switch"),
     ] = None,
-    keep: Keep = None,
     bits: Bits = None,
     size: Size = None,
     accept_conflicts: Conflicts = False,
@@ -99,7 +94,7 @@ def add_task(
         raise mistake(f"{src} has a task '{name}' already; give the new task another name", "--task")
     from hf_ext import emr
 
-    options: dict[str, Any] = {"method": method, "keep": keep, "bits": bits, "size": size, "accept_conflicts": accept_conflicts}
+    options: dict[str, Any] = {"method": method, "bits": bits, "size": size, "accept_conflicts": accept_conflicts}
     report = emr.add_task(src, name, path, out, base=base, overwrite=force, **options)
     return Result(report.summary(), report.to_dict())
 

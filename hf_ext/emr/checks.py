@@ -1,4 +1,4 @@
-"""Checks that checkpoints can be merged (one base, one class, one structure), and which of their tensors are."""
+"""Checks that checkpoints can be merged: one base, one class, one structure."""
 
 from __future__ import annotations
 
@@ -6,18 +6,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hf_ext.display import percent
 from hf_ext.errors import BaseModelError, CheckpointError
-from hf_ext.storage.names import is_statistic, layer_of
-from hf_ext.storage.native import FLOATS
+from hf_ext.storage.names import layer_of
 from hf_ext.storage.source import TensorSource
-
-if TYPE_CHECKING:
-    from hf_ext.emr.folder import MergeFolder
 
 GIVE_BASE = "Give the base that all tasks were fine-tuned from."
 
@@ -130,85 +125,3 @@ def vocabulary(config: dict) -> int | None:
     text = config.get("text_config")
     size = config.get("vocab_size") or (text.get("vocab_size") if isinstance(text, dict) else None)
     return size if isinstance(size, int) else None
-
-
-class Ballot:
-    """The tensors of the tasks that are made from the base's: they take part in the election, or are coded. Raises
-    CheckpointError or BaseModelError if the tasks cannot be merged."""
-
-    def __init__(self, base: TensorSource, base_config: dict, models: Sequence[TaskModel], standing: MergeFolder | None):
-        self.base, self.standing = base, standing
-        self._words = vocabulary(base_config)
-        require_one_class(models)
-        for model in models:
-            require_same_layers(model, base)
-            require_known_names(model, base)
-        self.holders: dict[str, TaskModel] = {}  # tensor -> the first model that has it
-        self.voters: dict[str, list[TaskModel]] = {}  # tensor -> the models whose tensor is made from the base's
-        for model in models:
-            for name in model.tensors.names():
-                self.holders.setdefault(name, model)
-                voters = self.voters.setdefault(name, [])
-                if self._is_voter(model, name):
-                    voters.append(model)
-            if not any(model in self.voters[name] for name in model.tensors.names()):
-                raise BaseModelError(
-                    f"No tensor of {model} has a counterpart of its shape in the base {base}: it is no fine-tune of this base. "
-                    f"{GIVE_BASE}"
-                )
-        for model in reversed(models):
-            if standing and model.task in standing.files:  # what they share stays as it is
-                self.holders |= dict.fromkeys(standing.files[model.task].record.shared, model)
-
-    def _is_voter(self, model: TaskModel, name: str) -> bool:
-        """Checks whether a task's tensor is made from the base's: takes part in the election, or is coded. If not, it is stored
-        as the task's own: a head, for instance, integers, or statistics of its data."""
-        if self.standing is not None:
-            if model.task in self.standing.files:
-                return self.standing.is_from_base(model.task, name)
-            if name in self.standing.elected and not any(
-                self.standing.is_from_base(task, name) for task in self.standing.tasks
-            ):
-                return False
-        twin, entry = self.base.twin_of(name), model.tensors.entry(name)
-        if twin is None or entry.dtype not in FLOATS or self.base.entry(twin).dtype not in FLOATS or is_statistic(name):
-            return False
-        base_shape, shape = self.base.entry(twin).shape, entry.shape
-        if not math.prod(shape) and shape == base_shape:
-            return False
-        if base_shape != shape:
-            in_layer = layer_of(name) is not None and shape[:1] != (len(model.config.get("id2label") or (0, 1)),)
-            if len(base_shape) != len(shape) or base_shape[1:] != shape[1:] or in_layer or not math.prod(shape):
-                raise CheckpointError(
-                    f"Tensor '{name}' of task '{model.task}' is {list(shape)}, but {list(base_shape)} in the base {self.base}: "
-                    f"these are models of different sizes. {GIVE_BASE}"
-                )
-            # With as many rows as words, it is a resized embedding. Otherwise it is a head for other labels.
-            if base_shape[0] != self._words or shape[0] != vocabulary(model.config):
-                return False
-        for voter in self.voters[name][:1]:
-            if (dtype := voter.tensors.entry(name).dtype) != entry.dtype:
-                raise CheckpointError(
-                    f"Tensor '{name}' is {entry.dtype} in task '{model.task}' and {dtype} in '{voter.task}'. Save all in one "
-                    "type."
-                )
-        return True
-
-    def twin(self, name: str) -> str:
-        """Returns the base's name of an elected tensor."""
-        twin = self.base.twin_of(name)
-        assert twin is not None  # or no task would have a vote
-        return twin
-
-    def stored(self, name: str) -> tuple[str, tuple[int, ...]]:
-        """Returns dtype and shape of a stored tensor: the base's shape if it is elected, else that of its first holder."""
-        voters = self.voters[name]
-        entry = (voters or [self.holders[name]])[0].tensors.entry(name)
-        return entry.dtype, self.base.entry(self.twin(name)).shape if voters else entry.shape
-
-    def is_held(self, model: TaskModel, name: str) -> bool:
-        """Checks whether the stored tensor of this name, which is not elected, equals the task's."""
-        if (holder := self.holders[name]) is model:
-            return True
-        stored, tensor = holder.tensors.read(name), model.tensors.read(name)
-        return (stored.dtype, stored.shape) == (tensor.dtype, tensor.shape) and np.array_equal(stored.data, tensor.data)

@@ -27,6 +27,7 @@ SUMS = np.dtype(
         )
     ]
 )  # fmt: skip
+SUM_NAMES = SUMS.names or ()
 
 
 def mask_bytes(values: int) -> int:
@@ -77,6 +78,21 @@ def adopt(dtype: str, base: np.ndarray, elected: np.ndarray, task: np.ndarray) -
     sums["agreeing"], sums["unified_l1"] = np.count_nonzero(agrees), np.abs(unified).sum()
     sums["unified_squares"], sums["product"] = unified @ unified, vector @ unified
     return np.packbits(agrees, bitorder="little")[None], sums
+
+
+def vote(
+    dtype: str, base: np.ndarray, tasks: Sequence[np.ndarray], elected: np.ndarray, adopts: bool, threads: int = 1
+) -> tuple[np.ndarray, np.ndarray]:
+    """Elects weights as `elect` does, or, if it `adopts`, adds the one task to the earlier election in `elected`.
+
+    Args:
+        tasks: may have fewer values than the base, whose values follow them, and may share the memory of `elected`.
+    """
+    tasks = [task.copy() if np.may_share_memory(task, elected) else task for task in tasks]
+    tasks = [
+        cast(task, dtype, dtype) if task.size == base.size else np.concatenate([task, base[task.size :]]) for task in tasks
+    ]
+    return adopt(dtype, base, elected, *tasks) if adopts else elect(dtype, base, tasks, elected, threads)
 
 
 def rescaler(sums: np.ndarray | Mapping[str, float]) -> float:

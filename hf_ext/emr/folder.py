@@ -10,26 +10,24 @@ from pathlib import Path
 
 import numpy as np
 import xxhash
-from huggingface_hub import snapshot_download
 
 from hf_ext.emr import election
-from hf_ext.emr.checks import TaskModel
+from hf_ext.emr.download import merge_folder
 from hf_ext.emr.layout import task_files, task_folder
 from hf_ext.emr.modulators import FILE, OWN, REPAIR, ROWS, TaskFile
-from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
-from hf_ext.storage.config_file import CONFIG, read_config, storage_settings
+from hf_ext.emr.parts import Parts
+from hf_ext.errors import CheckpointError, CorruptFileError
+from hf_ext.storage.config_file import CONFIG, read_config
 from hf_ext.storage.files import copy, write_json
-from hf_ext.storage.hub import HUB, Hub, first_line, repository_of, snapshot_of
+from hf_ext.storage.hub import HUB, Hub
 from hf_ext.storage.layout import GENERATION, select_weights
-from hf_ext.storage.native import FLOATS, WIDTHS, cast
+from hf_ext.storage.native import FLOATS, WIDTHS
 from hf_ext.storage.open import open_delta
 from hf_ext.storage.plain_writer import shards_of
-from hf_ext.storage.prefetch import Prefetcher, threads_for
+from hf_ext.storage.prefetch import threads_for
 from hf_ext.storage.safetensors_file import ComputedFile, Entry, RawTensor
 from hf_ext.storage.source import TensorSource
 from hf_ext.storage.stored import OF_TASK
-
-KEPT_TASKS = 4  # whose masks stay in memory
 
 
 class MergeFolder:
@@ -59,9 +57,7 @@ class MergeFolder:
                 )
             self._require_tensors(file)
         self._require_all_listed()
-        self._elected: dict[str, RawTensor] = {}  # what `keep` has read
-        self._priors: dict[str, np.ndarray] = {}
-        self._modulators: dict[str, dict[str, tuple[np.ndarray | None, float]]] = {}  # of the tasks that were used last
+        self.parts = Parts(self.files, self.elected)
 
     def _require_all_listed(self) -> None:
         """Raises CorruptFileError if the folder has files of a task that config.json does not list."""
@@ -99,35 +95,6 @@ class MergeFolder:
             raise CheckpointError(f"{again.folder} holds another merge than when the model was loaded. Load the model again.")
         return again
 
-    def keep(self, *tasks: str) -> None:
-        """Reads into memory the elected weights, the base's, and these tasks' masks. There they stay for the next switch, the
-        masks of the last few tasks."""
-        for task in tasks:  # the last ones are the latest
-            self._modulators[task] = self._modulators.pop(task, {})
-        for task in [*self._modulators][:-KEPT_TASKS]:
-            del self._modulators[task]
-        keys = [(task, name) for task in tasks for name in self.files[task].record.modulated]
-        sizes = {name: self.elected.entry(name).nbytes for task, name in keys if name not in self._modulators[task]}
-
-        def read(name: str) -> tuple[RawTensor, np.ndarray, dict]:
-            elected = self._elected.get(name) or self.elected.read(name)
-            having = [task for task in tasks if name in self.files[task].record.modulated]
-            return elected, self.prior(name), {task: self.modulator(task, name) for task in having}
-
-        for name, (elected, prior, modulators) in [*Prefetcher(read, sizes)]:
-            self._elected[name], self._priors[name] = elected, prior  # a view of the base's file, if plain and of that type
-            for task, modulator in modulators.items():
-                self._modulators[task][name] = modulator
-
-    def target(self, task: str, to: str, name: str, live: np.ndarray) -> election.Target:
-        """Returns the change of a weight in memory from one task's to another's. `keep` has read both."""
-        elected, masks = self._elected[name], (*self._modulators[task][name], *self._modulators[to][name])
-        return election.Target(FLOATS[elected.dtype], self._priors[name], elected.data, *masks, live)
-
-    def require_same_base(self, name: str) -> None:
-        """Raises BaseModelError if the base's file no longer holds the tensor that was merged against."""
-        self._require_prior(name, self._priors[name] if name in self._priors else self.prior(name))
-
     @property
     def fingerprint(self) -> tuple:
         """Identifies the merge: the checksums of all its tensors."""
@@ -162,37 +129,11 @@ class MergeFolder:
         """Checks whether a stored tensor was elected; if not, it is the base's, or belongs to the tasks that have it."""
         return any(name in file.record.modulated for file in self.files.values())
 
-    def is_from_base(self, task: str, name: str) -> bool:
-        """Checks whether a task's tensor is made from the base's."""
-        return name in self.files[task].record.modulated or self.files[task].is_coded(name)
-
-    def prior(self, name: str) -> np.ndarray:
-        """Returns the base's bytes of an elected tensor, cast to the tensor's type. Raises BaseModelError if they are not those
-        that were merged against."""
-        if name in self._priors:
-            return self._priors[name]
-        twin = self.base.twin_of(name)
-        assert twin is not None  # checked when the folder was opened
-        base = self.base.read(twin)
-        prior = cast(base.data, base.dtype, self.elected.entry(name).dtype)
-        self._require_prior(name, prior)
-        return prior
-
-    def _require_prior(self, name: str, prior: np.ndarray) -> None:
-        """Raises BaseModelError unless these are the bytes that a tensor of the base had when the merge was written."""
-        modulated = [file.record.modulated[name] for file in self.files.values() if name in file.record.modulated]
-        stored = {f"{self.elected.identity(name):016x}"}  # of the base's own tensor, where no task was elected
-        if {xxhash.xxh3_64_hexdigest(prior)} != ({rule.prior for rule in modulated} or stored):
-            raise BaseModelError(
-                f"The tensor '{name}' of the base {self.base} has changed or is damaged: checksum mismatch. Restore the base, "
-                "and load the merge again."
-            )
-
     def verify_tensor(self, name: str) -> None:
         """Raises CorruptFileError or BaseModelError if a stored tensor, or the base's that its tasks need, is damaged."""
         self.elected.read(name)
         if self.is_elected(name):
-            self.prior(name)
+            self.parts.prior(name)
 
     def entry(self, task: str, name: str) -> Entry:
         """Returns dtype and shape of a task's tensor."""
@@ -208,13 +149,6 @@ class MergeFolder:
         rows = file.entries.get(ROWS + name)
         shape = (modulated.rows + (rows.shape[0] if rows else 0), *entry.shape[1:])
         return Entry(entry.dtype, shape, 0, math.prod(shape) * WIDTHS[entry.dtype])
-
-    def modulator(self, task: str, name: str) -> tuple[np.ndarray | None, float]:
-        """Returns the mask and the rescaler that make the task's tensor from the elected one."""
-        if name in (known := self._modulators.get(task, {})):
-            return known[name]
-        file = self.files[task]
-        return file.mask(name, math.prod(self.elected.entry(name).shape)), file.record.modulated[name].scale
 
     def require_whole(self) -> None:
         """Raises CorruptFileError if a file of the merge or of its base was cut off since it was opened."""
@@ -233,22 +167,19 @@ class MergeFolder:
             return file.decoded(name, self.base, out)
         if name not in file.record.modulated:
             return self.elected.read(name)
-        source = self._elected.get(name) or self.elected.read(name)
+        kept = self.parts.kept.get(name)
+        source = kept or self.elected.read(name)
         if out is None or out.size != source.data.size:
-            out = np.empty_like(source.data) if name in self._elected else source.data
-        modulator = self.modulator(task, name)
-        election.modulate(source.dtype, self.prior(name), source.data, *modulator, out, threads_for(out.size))
+            out = np.empty_like(source.data) if kept else source.data
+        modulator = self.parts.modulator(task, name)
+        election.modulate(source.dtype, self.parts.prior(name), source.data, *modulator, out, threads_for(out.size))
         entry = self.entry(task, name)
         if entry.shape != source.shape:
             row = math.prod(entry.shape[1:]) * WIDTHS[entry.dtype]
-            kept = out[: (file.record.modulated[name].rows or 0) * row]
-            out = np.concatenate([kept, file.read(ROWS + name).data]) if ROWS + name in file.entries else kept
+            out = out[: (file.record.modulated[name].rows or 0) * row]
+            if ROWS + name in file.entries:
+                out = np.concatenate([out, file.read(ROWS + name).data])
         return RawTensor(entry.dtype, entry.shape, out)
-
-    def model(self, task: str) -> TaskModel:
-        """Returns a task's model, to merge it with others."""
-        ties = self.files[task].record.ties
-        return TaskModel(task, self.folder, self.source(task), self.task_config(task), self.assets(task), ties)
 
     def source(self, task: str) -> TaskSource:
         """Returns the tensors of a task's model."""
@@ -256,26 +187,12 @@ class MergeFolder:
         return TaskSource(self, task)
 
 
-def open_merge(folder: Path, base: str | os.PathLike | None = None, revision: str | None = None, hub: Hub = HUB) -> MergeFolder:
-    """Opens a merge (see `MergeFolder`). In the Hub's cache, downloads the files of its tasks first, if they are not there."""
-    tasks = storage_settings(folder).get("tasks")
-    tasks = tasks if isinstance(tasks, list) else []  # anything else is refused when the merge is opened
-    wanted = [folder / task_folder(str(task)) / name for task in tasks for name in (FILE, CONFIG)]
-    snapshot = snapshot_of(folder)
-    if snapshot is not None and not all(path.exists() for path in wanted):
-        repository = repository_of(snapshot)
-        failure, reason = None, ""
-        try:
-            settings = hub._replace(cache_dir=snapshot.parents[2])._asdict()
-            snapshot_download(repository, revision=snapshot.name, **settings)
-        except OSError as error:
-            failure, reason = error, f": {first_line(error).rstrip('.')}"
-        if lacking := [path for path in wanted if not path.exists()]:  # huggingface_hub 2 may return an incomplete snapshot
-            raise CheckpointError(
-                f"'{lacking[0].relative_to(folder)}' of the merge {repository} could not be downloaded{reason}. If the merge "
-                "is private, give token=, sign in with `hf auth login`, or set HF_TOKEN."
-            ) from failure
-    return MergeFolder(folder, base, revision, hub)
+def open_merge(
+    name: str | os.PathLike, base: str | os.PathLike | None = None, revision: str | None = None, hub: Hub = HUB
+) -> MergeFolder:
+    """Opens a merge that is given as a folder or as a Hub id. Downloads what is not there, see `merge_folder`; the other
+    arguments are those of `MergeFolder`."""
+    return MergeFolder(merge_folder(name, hub), base, revision, hub)
 
 
 def _belongs(path: Path, elected: str) -> bool:

@@ -14,18 +14,19 @@ from transformers.utils.logging import get_logger
 
 from hf_ext.display import markdown_table, megabytes
 from hf_ext.emr.checks import require_closer
-from hf_ext.emr.coding import CODED, ELECTED, NEAR, Budget, budget_of
-from hf_ext.emr.folder import MergeFolder, task_files_into
+from hf_ext.emr.download import merge_folder
+from hf_ext.emr.folder import MergeFolder, open_merge, task_files_into
 from hf_ext.emr.layout import files_of, older_files, require_name, task_files, task_folder
+from hf_ext.emr.options import CODED, ELECTED, MergeOptions
 from hf_ext.emr.reports import COLUMNS, MergeReport, TaskReport
-from hf_ext.emr.tasks import Task, open_task, require_one_structure, with_one_name_each
-from hf_ext.emr.writing import RESCALE, MergeWriter
+from hf_ext.emr.steps import NEAR
+from hf_ext.emr.tasks import Task, merged_task, open_task, require_one_structure, with_one_name_each
+from hf_ext.emr.writing import MergeWriter
 from hf_ext.errors import CheckpointError, CorruptFileError
 from hf_ext.integration.cards import CARD, class_of, write_card
 from hf_ext.storage.checkpoint import holds_weights
 from hf_ext.storage.files import require_another_folder, scan, staged_folder
 from hf_ext.storage.guards import require_new
-from hf_ext.storage.hub import downloaded
 from hf_ext.storage.layout import OURS
 from hf_ext.storage.plain_writer import write_files
 from hf_ext.storage.prefetch import Prefetcher, progress
@@ -48,7 +49,6 @@ def merge(
     overwrite: bool = False,
     accept_conflicts: bool = False,
     method: str = ELECTED,
-    keep: float | None = None,
     bits: float | None = None,
     size: int | str | None = None,
 ) -> MergeReport:
@@ -72,8 +72,8 @@ def merge(
         accept_conflicts: merge tasks that end farther from their own models than the base is. By default, an error says so
             before anything is written.
         method: "emr" or "switch".
-        keep, bits, size: for "switch", one of: the share of the values that get a change of their own, up to 1; the bits per
-            parameter and task; the size of the folder, in bytes or as "50MB". Defaults to 0.25 bits.
+        bits, size: for "switch", one of: the bits per parameter and task; the size of the folder, in bytes or as "50MB".
+            Defaults to 0.25 bits.
 
     Returns:
         A report of how close each task is to its own model.
@@ -88,9 +88,8 @@ def merge(
     if not tasks:
         raise CheckpointError("There are no tasks to merge; give at least one.")
     require_another_folder(Path(out), [base])
-    budget = budget_of(method, keep, bits, size)
-    options = rescale, max_shard_size, overwrite, accept_conflicts, budget
-    return _write(lambda: plain_base(Stored(os.fspath(base), revision)), tasks, Path(out), *options)
+    options = MergeOptions(rescale, max_shard_size, overwrite, accept_conflicts, method, bits, size)
+    return _write(lambda: plain_base(Stored(os.fspath(base), revision)), tasks, Path(out), options)
 
 
 def add_task(
@@ -104,7 +103,6 @@ def add_task(
     overwrite: bool = False,
     accept_conflicts: bool = False,
     method: str | None = None,
-    keep: float | None = None,
     bits: float | None = None,
     size: int | str | None = None,
 ) -> MergeReport:
@@ -122,19 +120,19 @@ def add_task(
         rescale: as in `merge`, for the new task.
         base: folder or Hub id of the base, if it is no longer where config.json says.
         max_shard_size: as in `save_pretrained`.
-        overwrite, accept_conflicts, keep, bits, size: as in `merge`.
+        overwrite, accept_conflicts, bits, size: as in `merge`.
         method: as in `merge`; defaults to that of the merge's last task.
 
     Raises:
         CheckpointError: the merge has a task of that name, its election does not suit the new task, or `out` holds something
             else.
     """
-    merged = MergeFolder(_folder_of(src), base)
+    merged = open_merge(src, base)
     if name in merged.tasks:
         raise CheckpointError(f"{src} has a task '{name}' already; give the new task another name.")
     method = method or (CODED if merged.files[merged.tasks[-1]].coded else ELECTED)
-    options = rescale, max_shard_size, overwrite, accept_conflicts, budget_of(method, keep, bits, size)
-    return _write(lambda: merged.base, {name: task}, Path(out), *options, merged)
+    options = MergeOptions(rescale, max_shard_size, overwrite, accept_conflicts, method, bits, size)
+    return _write(lambda: merged.base, {name: task}, Path(out), options, merged)
 
 
 def remove_task(
@@ -156,12 +154,12 @@ def remove_task(
     Raises:
         CheckpointError: the merge has no such task or no other, or `out` holds something else.
     """
-    merged = MergeFolder(_folder_of(src), base)
+    merged = open_merge(src, base)
     merged.require_task(name)
     if merged.tasks == [name]:
         raise CheckpointError(f"'{name}' is the only task of {src}. Delete the folder instead.")
-    options = RESCALE[0], max_shard_size, overwrite, True, None
-    return _write(lambda: merged.base, {}, Path(out), *options, merged, name)
+    options = MergeOptions(max_shard_size=max_shard_size, overwrite=overwrite)
+    return _write(lambda: merged.base, {}, Path(out), options, merged, name)
 
 
 def extract(
@@ -187,7 +185,7 @@ def extract(
             raise CheckpointError(f"This {type(merged).__name__} was not loaded from a merge; give the folder of one.")
         source = merged.set_task.merged.reopened()
     else:
-        source = MergeFolder(_folder_of(merged), base)
+        source = open_merge(merged, base)
     source.require_task(task)
     require_another_folder(Path(out), [source.folder, *source.base.paths])
     with staged_folder(out, overwrite=overwrite or (lambda: holds_weights(out, source.source(task).fingerprint))) as stage:
@@ -210,12 +208,12 @@ def verify(src: str | os.PathLike, base: str | os.PathLike | None = None) -> int
     Raises:
         CorruptFileError, BaseModelError: names the first tensor or mask that is damaged.
     """
-    merged = MergeFolder(_folder_of(src), base)
+    merged = open_merge(src, base)
     count = sum(file.verify() for file in merged.files.values())
     for task, file in merged.files.items():
         merged.task_config(task)
         for name in file.record.modulated:
-            merged.modulator(task, name)
+            merged.parts.modulator(task, name)
         for name in file.coded:
             file.decoded(name, merged.base)
     names = merged.elected.names()
@@ -227,7 +225,7 @@ def verify(src: str | os.PathLike, base: str | os.PathLike | None = None) -> int
 
 def report(src: str | os.PathLike) -> MergeReport:
     """Returns how close each task of a merge is to its own model, as measured during merging. Does not need the base."""
-    folder = _folder_of(src)
+    folder = merge_folder(src)
     files = task_files(folder)
     records: dict[str, dict[str, Any]] = {task: file.record.report for task, file in files.items()}
     try:
@@ -244,11 +242,7 @@ def _write(
     open_base: Callable[[], TensorSource],
     tasks: Mapping[str, Task],
     out: Path,
-    rescale: str,
-    max_shard_size: int | str,
-    overwrite: bool,
-    accept_conflicts: bool,
-    budget: Budget | None,
+    options: MergeOptions,
     merged: MergeFolder | None = None,
     removed: str | None = None,
 ) -> MergeReport:
@@ -257,55 +251,28 @@ def _write(
         require_name(name)
     folders = [task for task in tasks.values() if isinstance(task, str | os.PathLike)]
     require_another_folder(out, folders)
-    staged = staged_folder(out, older_files(out), overwrite or (lambda: bool(older_files(out))))
+    staged = staged_folder(out, older_files(out), options.overwrite or (lambda: bool(older_files(out))))
     with staged as stage, TemporaryDirectory(dir=stage, prefix=OURS) as scratch:
         base = open_base()
-        models = [merged.model(name) for name in merged.tasks if name != removed] if merged else []
+        models = [merged_task(merged, name) for name in merged.tasks if name != removed] if merged else []
         models += [open_task(name, task, base, Path(scratch) / name) for name, task in tasks.items()]
         needed = [*base.paths, *(path for model in models for path in (model.folder, *model.tensors.paths))]
         for written in (out, *(out / task_folder(name) for name in tasks)):
             require_another_folder(written, needed)
         require_one_structure(models)
         models = with_one_name_each(models, base)
-        amounts: dict[str, dict[float, dict[str, float]]] = {}
-        for _ in range(PASSES):
-            writer = MergeWriter(base, config_of(base), models, stage, merged, accept_conflicts, budget, amounts)
-            writer.write(rescale, max_shard_size)
-            finished = report(stage)
-            write_card(
-                stage,
-                "emr",
-                [base.name, *folders],
-                "merge",
-                target=out,
-                tags=["emr-merging", "merge"],
-                revision=base.revision,
-                model_class=class_of(stage),
-                tasks=[task.task for task in finished.tasks],
-                size=megabytes(finished.bytes),
-                figures=markdown_table(COLUMNS, finished.rows()),
-            )
-            if budget is None or budget.size is None:
-                break
-            folder_bytes = _size(stage, out)
-            left = budget.size - (folder_bytes - writer.coded_bytes)
-            if folder_bytes <= budget.size and writer.coded_bytes >= (1 - 2 * NEAR) * left:
-                break
-            budget = budget._replace(uncoded=budget.size - left)
-        if budget and budget.size is not None and folder_bytes > budget.size:
-            rest, parameters = folder_bytes - writer.coded_bytes, sum(task.parameters for task in finished.tasks)
-            enough = rest + math.ceil(1.1 * max(writer.coded_bytes, USEFUL_BITS / 8 * parameters))
-            raise CheckpointError(
-                f"A folder of {budget.size} bytes is too small: all but the coded changes (heads, tokenizers, names) takes "
-                f"{rest} bytes. Give at least {enough} bytes."
-            )
-        if budget and not accept_conflicts:
-            require_closer({task.task: (task.relative, task.cosine) for task in finished.tasks if task.task in tasks}, True)
-    for task in finished.tasks:
-        if budget and budget.bits and task.task in tasks and task.bits > (1 + 2 * NEAR) * budget.bits:
+        with MergeWriter(base, config_of(base), models, stage, merged, options) as writer:
+            writer.write_weights()
+            finished = _write_tasks(writer, stage, out, [base.name, *folders], options.size)
+        new = [task for task in finished.tasks if task.task in tasks]
+        if options.is_coded and not options.accept_conflicts:
+            require_closer({task.task: (task.relative, task.cosine) for task in new}, are_coded=True)
+    for task in new:
+        if options.bits and task.bits > (1 + 2 * NEAR) * options.bits:
             logger.warning(
                 f"Task '{task.task}' takes {task.bits:.3g} bits per parameter, the least that tensors this small can take."
             )
+    for task in finished.tasks:
         if task.relative >= 1:
             logger.warning(
                 f"The weights of task '{task.task}' are farther from its own model than the base's (cosine {task.cosine:.3f})"
@@ -314,11 +281,41 @@ def _write(
     return finished
 
 
+def _write_tasks(writer: MergeWriter, stage: Path, out: Path, sources: list, size: int | None) -> MergeReport:
+    """Writes the new tasks of a merge and its card. Raises CheckpointError if the folder cannot have this size."""
+    uncoded = None  # bytes of the folder besides the coded changes, once measured
+    for _ in range(PASSES):
+        writer.write_tasks(uncoded)
+        finished = report(stage)
+        write_card(
+            stage,
+            "emr",
+            sources,
+            "merge",
+            target=out,
+            tags=["emr-merging", "merge"],
+            revision=writer.base.revision,
+            model_class=class_of(stage),
+            tasks=[task.task for task in finished.tasks],
+            size=megabytes(finished.bytes),
+            figures=markdown_table(COLUMNS, finished.rows()),
+        )
+        if size is None:
+            return finished
+        uncoded = _size(stage, out) - writer.coded_bytes
+        if (1 - 2 * NEAR) * (size - uncoded) <= writer.coded_bytes <= size - uncoded:
+            return finished
+    assert size is not None and uncoded is not None
+    if uncoded + writer.coded_bytes > size:
+        least = USEFUL_BITS / 8 * sum(task.parameters for task in finished.tasks)
+        raise CheckpointError(
+            f"A folder of {size} bytes is too small: all but the coded changes (heads, tokenizers, names) takes {uncoded} "
+            f"bytes. Give at least {uncoded + math.ceil(1.1 * max(writer.coded_bytes, least))} bytes."
+        )
+    return finished
+
+
 def _size(stage: Path, out: Path) -> int:
     """Returns the bytes of a merge's folder whose files are in `stage`, with the model card that `out` may have already."""
     files = [stage / path for path in scan(stage)] + [out / CARD] * (not (stage / CARD).exists())
     return sum(path.stat().st_size for path in files if path.is_file())
-
-
-def _folder_of(name: str | os.PathLike) -> Path:
-    return downloaded(name, "The merge: ")

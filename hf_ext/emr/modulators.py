@@ -12,8 +12,10 @@ import re
 import threading
 import zlib
 from collections.abc import Callable, Collection
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path, PurePosixPath
+from tempfile import TemporaryFile
 from typing import Any
 
 import numpy as np
@@ -30,7 +32,7 @@ from hf_ext.storage.sealed import Seal
 from hf_ext.storage.source import TensorSource
 
 FILE = "modulators.safetensors"
-DEFLATED = 1 << 20  # bytes of a mask that are deflated before an interruption is noticed
+DEFLATE_CHUNK = 1 << 20  # bytes of a mask that are deflated before an interruption is noticed
 TASK_FOLDER = "task-"  # and the task's name
 REPAIR = "Merge or download it again."
 SEAL = Seal("emr_task", 1, f"is not the file of a merge's task, or its header is damaged. {REPAIR}", REPAIR)
@@ -88,7 +90,7 @@ class TaskWriter:
     def __init__(self, path: Path):
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._parts = open(path.with_suffix(".parts"), "w+b")
+        self._parts = TemporaryFile(dir=path.parent)
         self.entries: dict[str, Entry] = {}
         self._lock = threading.Lock()
 
@@ -97,9 +99,9 @@ class TaskWriter:
         if mask.any():  # the bits within a row are random, so only runs and byte frequencies can be compressed
             deflate = zlib.compressobj(9, zlib.DEFLATED, zlib.MAX_WBITS, zlib.DEF_MEM_LEVEL, zlib.Z_RLE)
             parts = []
-            for begin in range(0, mask.size, DEFLATED):
+            for begin in range(0, mask.size, DEFLATE_CHUNK):
                 check_awaited()
-                parts.append(deflate.compress(mask[begin : begin + DEFLATED]))
+                parts.append(deflate.compress(mask[begin : begin + DEFLATE_CHUNK]))
             data = b"".join([*parts, deflate.flush()])
             self.add_bytes(MASK + name, data)
 
@@ -130,11 +132,9 @@ class TaskWriter:
             file.write(len(header).to_bytes(8, "little") + header)
             for key in order:
                 self._copy(self.entries[key], file.write)
-        self.close()
 
     def close(self) -> None:
         self._parts.close()
-        self.path.with_suffix(".parts").unlink(missing_ok=True)
 
     def _copy(self, entry: Entry, write: Callable[[bytes], object]) -> None:
         """Passes the bytes of an entry to `write`, in pieces."""
@@ -207,6 +207,10 @@ class TaskFile:
         """Checks whether a tensor is made from the elected one and has its shape."""
         return name in self.record.modulated and self.record.modulated[name].rows is None
 
+    def is_from_base(self, name: str) -> bool:
+        """Checks whether a tensor is made from the base's."""
+        return name in self.record.modulated or self.is_coded(name)
+
     def header(self, name: str) -> Header:
         """Returns the header of a coded tensor."""
         if name not in self._headers:
@@ -239,13 +243,10 @@ class TaskFile:
 
 def copy_task(source: TaskFile, target: Path, omitted: Collection[str] = (), **changes: Any) -> None:
     """Copies a task's file without the `omitted` entries, with these fields of its record changed."""
-    writer = TaskWriter(target)
-    try:
+    with closing(TaskWriter(target)) as writer:
         for key in source.entries.keys() - {*omitted}:
             writer.add(key, source.read(key))
         writer.finish(replace(source.record, checksums={}, **changes))
-    finally:
-        writer.close()
 
 
 def _record_of(fields: dict[str, Any]) -> TaskRecord:

@@ -113,7 +113,7 @@ class SetTask:
         weights, old, new = LiveWeights(self.model, self.plan), self.merged.source(active), self.merged.source(name)
         weights.require_in_memory()
         self.merged.require_whole()
-        self.merged.keep(active, name)
+        self.merged.parts.keep(active, name)
         places: dict[str, tuple[Loaded, np.ndarray]] = {}  # tensors that are overwritten in their weights' memory
         tensors: dict[str, torch.Tensor] = {}
         for loaded in self.plan:
@@ -154,7 +154,7 @@ class SetTask:
         sizes = {tensor: memory.size for tensor, (_, memory) in places.items()}
         # The election compares weights with those that the base gives, and overwrites them at once.
         targets = {
-            tensor: self.merged.target(active, active if new.is_coded(tensor) else name, tensor, memory)
+            tensor: self.merged.parts.target(active, active if new.is_coded(tensor) else name, tensor, memory)
             for tensor, (_, memory) in places.items()
             if not discard and not old.is_coded(tensor)
         }
@@ -164,7 +164,7 @@ class SetTask:
             if not discard and old.is_coded(tensor) and xxhash.xxh3_64_intdigest(memory) != old.header(tensor).checksum:
                 raise UnsavedChangesError(active, loaded.target)
             if tensor not in targets:
-                self.merged.require_same_base(tensor)
+                self.merged.parts.require_same_base(tensor)
             if new.is_coded(tensor):
                 new.read(CODE + tensor)
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from hf_ext.adapters.models import open_model
 from hf_ext.emr.checks import TaskModel
+from hf_ext.emr.folder import MergeFolder
 from hf_ext.emr.modulators import is_asset
 from hf_ext.errors import CheckpointError
 from hf_ext.integration.config_change import difference
@@ -54,6 +55,12 @@ def open_task(name: str, task: Task, base: TensorSource, scratch: Path) -> TaskM
             f"Task '{name}': {folder} is a model of diffusers, which has no tasks. `hf-ext compress` can store it."
         )
     return TaskModel(name, folder, tensors, config, assets_of(folder))
+
+
+def merged_task(merged: MergeFolder, task: str) -> TaskModel:
+    """Returns a task of a merge, to merge it with others."""
+    ties = merged.files[task].record.ties
+    return TaskModel(task, merged.folder, merged.source(task), merged.task_config(task), merged.assets(task), ties)
 
 
 def assets_of(folder: Path) -> dict[str, Path]:

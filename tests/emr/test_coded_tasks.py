@@ -21,7 +21,7 @@ from tiny_models import assert_same_weights, bert
 from transformers import AutoModelForSequenceClassification, BertModel
 
 from hf_ext import BaseModelError, CheckpointError, CorruptFileError, UnsavedChangesError, emr
-from hf_ext.emr import coding
+from hf_ext.emr import steps
 from hf_ext.emr.modulators import TaskFile, TaskWriter
 
 Auto = AutoModelForSequenceClassification
@@ -107,7 +107,7 @@ def test_added_rows_statistics_and_integers_are_exact(tmp_path):
         tuned = fine_tune(base, seed) | {"bn.running_mean": torch.randn(8), "steps": torch.tensor(10 * seed)}
         tuned["embed.weight"] = torch.cat([tuned["embed.weight"], torch.randn(9, 16)])[:count]
         write_folder(tmp_path / task, tuned | {"new": torch.randn(seed, 3)}, f'{{"vocab_size": {count}}}')
-    emr.merge(tmp_path / "base", {task: tmp_path / task for task in rows}, tmp_path / "merged", method="switch", keep=0.5)
+    emr.merge(tmp_path / "base", {task: tmp_path / task for task in rows}, tmp_path / "merged", method="switch", bits=6)
     for task in rows:
         found, single = extracted(tmp_path / "merged", task, tmp_path / "out"), tensors_of(tmp_path / task)
         for name in ("bn.running_mean", "steps", "new"):
@@ -124,19 +124,16 @@ def test_what_cannot_be_coded_is_one_error_and_nothing_is_written(tmp_path, fold
     stranger = classifier(2, 2)
     stranger.bert = BertModel(bert().config)
     for options, message in (
-        ({"keep": 0}, "keep=0 is not a share"),
-        ({"keep": 1.01}, "is not a share"),
         ({"bits": -1}, "bits=-1 is out of range"),
         ({"bits": float("nan")}, "out of range"),
         ({"bits": "3"}, "bits='3' is out of range"),
-        ({"keep": "0.5"}, "keep='0.5' is not a share"),
         ({"size": "-3MB"}, "size='-3MB' is not a size"),
         ({"size": "0"}, "is not a size"),
         ({"bits": [1]}, r"bits=\[1\] is out of range"),
         ({"bits": Decimal(1)}, "out of range"),
         ({"bits": True}, "out of range"),
         ({"size": "20KB"}, "A folder of 20000 bytes is too small: .* Give at least"),
-        ({"keep": 0.5, "size": "1MB"}, "keep and size are given; give one"),
+        ({"bits": 0.5, "size": "1MB"}, "bits and size are given; give one"),
         ({"method": "emr", "bits": 1}, "bits: only the method 'switch'"),
         ({"method": "dare"}, "choose one of: emr, switch"),
         ({"bits": 0.01}, "Tasks get too few bits: .*'cr' .*Give them more"),
@@ -173,8 +170,8 @@ def test_a_task_that_changes_few_tensors_is_coded_by_those(tmp_path, monkeypatch
     tuned = base | {"layer.0.weight": base["layer.0.weight"] + 0.01 * torch.randn(128, 1) * torch.randn(1, 128)}
     write_folder(tmp_path / "base", base)
     write_folder(tmp_path / "tuned", tuned)
-    monkeypatch.setattr(coding, "FEW_VALUES", 0)
-    monkeypatch.setattr(coding, "PLACES", 1)  # a tensor that did not change
+    monkeypatch.setattr(steps, "FEW_VALUES", 0)
+    monkeypatch.setattr(steps, "PLACES", 1)  # a tensor that did not change
     report = emr.merge(tmp_path / "base", {"t": tmp_path / "tuned"}, tmp_path / "out", method="switch", bits=0.5)
     assert report.tasks[0].relative < 0.5 and report.tasks[0].bits < 0.6
 
@@ -189,8 +186,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 @some("dtype", [torch.bfloat16], [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("asked", [{"bits": 0.3}, {"keep": 0.02}], ids=str)
-def test_what_is_written_takes_what_was_asked_whichever_layer_changed(tmp_path, monkeypatch, dtype, change, asked):
+def test_what_is_written_takes_what_was_asked_whichever_layer_changed(tmp_path, monkeypatch, dtype, change):
     generator = torch.Generator().manual_seed(0)
     base = {f"layers.{i}.up.weight": torch.randn(64, 256, generator=generator) / 8 for i in range(24)}
     tuned = {
@@ -201,13 +197,12 @@ def test_what_is_written_takes_what_was_asked_whichever_layer_changed(tmp_path, 
         tuned["layers.5.up.weight"][3, 4] = 6e4 if dtype == torch.float16 else 1e6
     for folder, tensors in (("base", base), ("task", tuned)):
         write_folder(tmp_path / folder, {name: tensor.to(dtype) for name, tensor in tensors.items()})
-    monkeypatch.setattr(coding, "FEW_VALUES", 0)
-    monkeypatch.setattr(coding, "PLACES", 8)
-    monkeypatch.setattr(coding, "MOST_VALUES", 1 << 12)
-    options = {"method": "switch", "accept_conflicts": True} | asked
+    monkeypatch.setattr(steps, "FEW_VALUES", 0)
+    monkeypatch.setattr(steps, "PLACES", 8)
+    monkeypatch.setattr(steps, "MOST_VALUES", 1 << 12)
+    options = {"method": "switch", "accept_conflicts": True, "bits": 0.3}
     [task] = emr.merge(tmp_path / "base", {"t": tmp_path / "task"}, tmp_path / "out", **options).tasks
-    assert asked.get("bits", task.bits) == pytest.approx(task.bits, rel=0.05)
-    assert asked.get("keep", task.density) == pytest.approx(task.density, rel=0.05)
+    assert task.bits == pytest.approx(0.3, rel=0.05)
     name = "layers.5.up.weight"
     moved, single = extracted(tmp_path / "out", "t", tmp_path / "plain")[name], tuned[name].to(dtype)
     assert change != "one value" or float(moved[3, 4]) == pytest.approx(float(single[3, 4]), rel=0.01)
@@ -220,7 +215,7 @@ def test_a_change_between_the_rows_of_the_sample_takes_the_bits_asked_for(tmp_pa
     for folder, tensors in (("base", base), ("task", tuned)):
         write_folder(tmp_path / folder, tensors)
     for name, value in {"FEW_VALUES": 0, "GLANCE": 128, "MOST_VALUES": 128}.items():
-        monkeypatch.setattr(coding, name, value)
+        monkeypatch.setattr(steps, name, value)
     options = {"method": "switch", "bits": 0.1}
     [task] = emr.merge(tmp_path / "base", {"t": tmp_path / "task"}, tmp_path / "out", **options).tasks
     assert task.bits == pytest.approx(0.1, rel=0.05)
