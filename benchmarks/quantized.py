@@ -123,8 +123,8 @@ def measure(base: Tensors, tuned: Tensors, kind: Kind) -> dict[str, float]:
         sums["zstd"] += sum(len(of_thread.zstd.compress(xor)) for xor in xors)
         sums["zipnn"] += sum(len(zipnn.compress(xor)) for xor in xors)
         sums["alone"] += sum(map(encoded, new))
-        moved = moves(old[1], new[1], kind.block, weight.shape)
-        codes.append((codes_of(old[0], kind.bits), codes_of(new[0], kind.bits), moved))
+        parts = (codes_of(part[0], kind.bits) for part in (old, new))
+        codes.append((*parts, moves(old[1], new[1], kind.block, weight.shape)))
     before, after, moved = map(np.concatenate, zip(*codes))
     sums |= {"entropy": scales + entropy(after, before), "given scales": scales + entropy(after, moved << 8 | before)}
     return {"changed": float((before != after).mean()), **{name: value / size for name, value in sums.items()}}
@@ -132,8 +132,7 @@ def measure(base: Tensors, tuned: Tensors, kind: Kind) -> dict[str, float]:
 
 def sizes(args: argparse.Namespace) -> dict:
     base, results, rows = load(args.base, args.layers), {}, []
-    for folder in args.tuned:
-        tuned = load(folder, args.layers)
+    for folder, tuned in ((folder, load(folder, args.layers)) for folder in args.tuned):
         for name, kind in KINDS.items():
             with one_thread():
                 figures = results[f"{folder.name} {name}"] = measure(base, tuned, kind)
