@@ -38,14 +38,14 @@ def fp8(weight: torch.Tensor) -> Tensors:
     return Fp8Quantize(SimpleNamespace(quantization_config=config)).convert({"weight": weight})
 
 
-def int4(weight: torch.Tensor) -> Tensors:
+def int4(weight: torch.Tensor, group: int = GROUP) -> Tensors:
     from compressed_tensors.compressors import pack_to_int32
     from compressed_tensors.quantization import QuantizationArgs
     from compressed_tensors.quantization.lifecycle.forward import quantize
     from compressed_tensors.quantization.utils import calculate_qparams
 
-    args = QuantizationArgs(num_bits=4, type="int", strategy="group", group_size=GROUP, symmetric=True)
-    groups = weight.unflatten(1, (-1, GROUP))
+    args = QuantizationArgs(num_bits=4, type="int", strategy="group", group_size=group, symmetric=True)
+    groups = weight.unflatten(1, (-1, group))
     scale, zero_point = calculate_qparams(groups.amin(-1), groups.amax(-1), args)
     values = quantize(weight, scale, zero_point, args, dtype=torch.int8)
     return {"weight_packed": pack_to_int32(values, 4), "weight_scale": scale.bfloat16()}

@@ -16,6 +16,7 @@
 #include "common/threads.h"
 #include "delta/coarse.h"
 #include "delta/codec.h"
+#include "delta/codes.h"
 #include "delta/geometric_tables.h"
 #include "delta/symbol_model.h"
 #include "delta/weighted_fit.h"
@@ -294,17 +295,22 @@ PyObject* cast(PyObject*, PyObject* args) {
     Py_RETURN_NONE;
 }
 
-PyObject* widen(PyObject*, PyObject* args) {
-    PyObject *source_object, *target_object;
-    Buffer source, target;
-    int shift;
-    if (!PyArg_ParseTuple(args, "OiO:widen", &source_object, &shift, &target_object)) return nullptr;
-    if (!source.open(source_object, 0) || !target.open(target_object, PyBUF_WRITABLE)) return nullptr;
+// Converts bytes to numbers, or back: the arguments are those of `codes_to_numbers`, or of its inverse.
+template <class From, class To, void CONVERT(delta::Codes, const From*, const uint8_t*, size_t, To*)>
+PyObject* convert_codes(PyObject*, PyObject* args) {
+    PyObject *source_object, *base_object, *target_object;
+    Buffer source, base, target;
+    int kind;
+    if (!PyArg_ParseTuple(args, "iOOO", &kind, &source_object, &base_object, &target_object)) return nullptr;
+    if (!source.open(source_object, 0) || !base.open(base_object, 0) || !target.open(target_object, PyBUF_WRITABLE))
+        return nullptr;
     if (!run([&] {
-            if (shift < 0 || shift > 7 || target.bytes() != 2 * source.bytes())
-                throw std::invalid_argument("the target must hold two bytes for each of the source");
-            hf_ext::widen(static_cast<const uint8_t*>(source.view.buf), source.bytes(), shift,
-                          static_cast<uint16_t*>(target.view.buf));
+            const auto codes = delta::Codes(kind);
+            const size_t bytes = base.bytes(), all = bytes * (1 + sizeof(uint16_t) * delta::codes_in_byte(codes));
+            if (source.bytes() + target.bytes() != all || (sizeof(From) == 1 ? source : target).bytes() != bytes)
+                throw std::invalid_argument("the buffers hold different numbers of codes");
+            CONVERT(codes, static_cast<const From*>(source.view.buf), static_cast<const uint8_t*>(base.view.buf), bytes,
+                    static_cast<To*>(target.view.buf));
         }))
         return nullptr;
     Py_RETURN_NONE;
@@ -520,7 +526,8 @@ PyMethodDef METHODS[] = {
     {"factors", factors, METH_VARARGS, nullptr},
     {"exchange", exchange, METH_VARARGS, nullptr},
     {"cast", cast, METH_VARARGS, nullptr},
-    {"widen", widen, METH_VARARGS, nullptr},
+    {"codes_to_numbers", convert_codes<uint8_t, uint16_t, delta::codes_to_numbers>, METH_VARARGS, nullptr},
+    {"numbers_to_codes", convert_codes<uint16_t, uint8_t, delta::numbers_to_codes>, METH_VARARGS, nullptr},
     {"subtract", subtract, METH_VARARGS, nullptr},
     {"fit_rows", fit_rows, METH_VARARGS, nullptr},
     {"count_symbols", count_symbols, METH_VARARGS, nullptr},

@@ -62,9 +62,11 @@ def exchange(tensor: Buffer, places: Buffer, others: Buffer, row_length: int, ro
 def cast(source: Buffer, from_dtype: int, target: Buffer, to_dtype: int, /) -> None:
     """Fills `target` with the values of `source`, rounded to nearest even."""
 
-def widen(source: Buffer, shift: int, target: Buffer, /) -> None:
-    """Fills `target` (uint16) with the bytes of `source`. With a shift, the highest bit moves to the highest, and the others
-    move up by the shift."""
+def codes_to_numbers(kind: int, codes: Buffer, base: Buffer, numbers: Buffer, /) -> None:
+    """Fills `numbers` (uint16) with a number for each code in the bytes of quantized weights and of their base."""
+
+def numbers_to_codes(kind: int, numbers: Buffer, base: Buffer, codes: Buffer, /) -> None:
+    """Inverts `codes_to_numbers`."""
 
 def subtract(tensor: Buffer, base: Buffer, dtype: int, row_length: int, change: Buffer, energies: Buffer, /) -> None:
     """Fills `change` (float32) with tensor - base, or 0 where that is not finite, and `energies` (float64) with the sum of the

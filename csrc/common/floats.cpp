@@ -34,11 +34,4 @@ void cast(int from, int to, const void* source, void* target, size_t values) {
     });
 }
 
-void widen(const uint8_t* source, size_t bytes, int shift, uint16_t* target) {
-    const int sign = shift ? 0x80 : 0;
-    with_instructions([=](auto) {
-        for (size_t i = 0; i < bytes; ++i) target[i] = uint16_t((source[i] & sign) << 8 | (source[i] & ~sign) << shift);
-    });
-}
-
 }  // namespace hf_ext

@@ -66,9 +66,6 @@ int width(int dtype);
 // Converts `values` floats of type `from` to type `to`, rounding to nearest even.
 void cast(int from, int to, const void* source, void* target, size_t values);
 
-// Spreads bytes over 16 bits: with a shift, the highest bit moves to the highest, and the others move up by the shift.
-void widen(const uint8_t* source, size_t bytes, int shift, uint16_t* target);
-
 // The type for arithmetic on values of F.
 template <class F>
 using Real = std::conditional_t<F::WIDTH == 64, double, float>;

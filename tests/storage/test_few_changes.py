@@ -1,6 +1,7 @@
 """Tensors of 16-bit floats where few values changed: bodies that list the changes, and payloads applied in place."""
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -15,7 +16,8 @@ from test_codec_core import outcome
 
 from hf_ext import _native, storage
 from hf_ext.errors import BaseModelError
-from hf_ext.storage.delta.payload import BYTES, DEFLATED, read_header
+from hf_ext.storage.delta.byte_values import KINDS, encode_bytes
+from hf_ext.storage.delta.payload import BYTES, BYTEWISE, CODES, DEFLATED, SIGNED_CODES, read_header, write_payload
 from hf_ext.storage.safetensors_file import ITEMSIZE, RawTensor
 
 FEW_CHANGES, LOW_RANK, UNTOUCHED_ROWS = 8, 4, 1
@@ -279,12 +281,79 @@ def test_changed_bytes_of_other_types_come_back(dtype: str, shape: tuple[int, ..
     tensor, base = bytes_of(np.random.default_rng(0), dtype, shape, share)
     payload = storage.encode_raw(tensor, base, "x", "y", level=1)
     if share == 0.001:
-        assert read_header(payload).mode == BYTES and len(payload) < 0.01 * tensor.data.size + 120
+        assert read_header(payload).mode in BYTEWISE and len(payload) < 0.01 * tensor.data.size + 120
     np.testing.assert_array_equal(storage.decode_raw(payload, base).data, tensor.data)
     live = RawTensor(dtype, shape, base.data.copy())
     rows = storage.apply_raw(payload, live)
     np.testing.assert_array_equal(live.data, tensor.data)
     np.testing.assert_array_equal(rows, np.flatnonzero((tensor.data != base.data).reshape(shape[0], -1).any(axis=1)))
+
+
+@pytest.mark.parametrize("share", [0.01, 0.03])
+@pytest.mark.parametrize("dtype", ["U8", "I32"])
+@pytest.mark.parametrize(
+    ("mode", "order"), [(CODES, range(16)), (SIGNED_CODES, [*range(15, 7, -1), *range(8)])], ids=["plain", "signed"]
+)
+def test_two_codes_in_a_byte_are_coded_apart(mode: int, order: Sequence[int], dtype: str, share: float) -> None:
+    rng, order = np.random.default_rng(0), np.array(order, np.uint8)
+    places = np.clip(np.rint(rng.normal(7.5, 3, (300, 800))), 0, 15).astype(int)
+    moved = np.clip(places + rng.choice([-1, 1], places.shape) * (rng.random(places.shape) < share), 0, 15)
+    shape = (300, 400 // ITEMSIZE[dtype])
+    base, tensor = (RawTensor(dtype, shape, (order[x][:, ::2] | order[x][:, 1::2] << 4).ravel()) for x in (places, moved))
+    payload = storage.encode_raw(tensor, base, level=1)
+    assert read_header(payload).mode == mode
+    assert len(payload) < 0.93 * len(encode_bytes(tensor, base, BYTES, 1))
+    np.testing.assert_array_equal(storage.decode_raw(payload, base).data, tensor.data)
+    live = RawTensor(dtype, shape, base.data.copy())
+    rows = storage.apply_raw(payload, live)
+    np.testing.assert_array_equal(live.data, tensor.data)
+    np.testing.assert_array_equal(rows, np.flatnonzero((tensor.data != base.data).reshape(300, -1).any(axis=1)))
+
+
+@pytest.mark.parametrize("share", [0, 0.001, 0.5])
+@pytest.mark.parametrize("mode", BYTEWISE)
+@pytest.mark.parametrize("dtype", BYTE_TYPES)
+def test_each_mode_of_bytes_is_decoded_for_each_type(dtype: str, mode: int, share: float) -> None:
+    tensor, base = bytes_of(np.random.default_rng(0), dtype, (60, 100), share)
+    checksum = xxhash.xxh3_64_intdigest(tensor.data)
+    body = encode_bytes(tensor, base, mode, 1)
+    payload = write_payload((dtype, dtype, "x", "y"), tensor.shape, mode, 6000, checksum, body)
+    np.testing.assert_array_equal(storage.decode_raw(payload, base).data, tensor.data)
+    live = RawTensor(dtype, base.shape, base.data.copy())
+    storage.apply_raw(payload, live)
+    np.testing.assert_array_equal(live.data, tensor.data)
+
+
+@pytest.mark.parametrize("instructions", _native.instruction_sets())
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "F8_E5M2", "I8", "U8"])
+@pytest.mark.parametrize("mode", [CODES, SIGNED_CODES])
+def test_codes_become_the_numbers_that_the_page_describes(mode: int, dtype: str, instructions: str) -> None:
+    kind = KINDS[mode].get(dtype, KINDS[mode][""])
+    base, codes = (x.ravel().astype(np.uint8) for x in np.meshgrid(np.arange(256), np.arange(256)))
+    width, mantissa = (8, {"F8_E4M3": 3, "F8_E5M2": 2}.get(dtype)) if kind < 3 else (4, 1 if mode == SIGNED_CODES else None)
+    sign = 1 << (width - 1)
+
+    def numbers_of(codes: np.ndarray, base: np.ndarray) -> np.ndarray:
+        def place(code: np.ndarray) -> np.ndarray:
+            if mantissa is None:
+                return code ^ sign if width == 8 else code
+            return np.where(code & sign, 2 * sign - 1 - code, code + sign)
+
+        exponent = np.maximum((base & (sign - 1)) >> mantissa, 1) if mantissa else 0 * base
+        return 128 * (120 + exponent) + 64 + place(codes) - place(base)
+
+    def parts(data: np.ndarray) -> np.ndarray:
+        return data.astype(int) if width == 8 else np.stack([data & 15, data >> 4], 1).ravel().astype(int)
+
+    before = _native.use(instructions)
+    try:
+        numbers, back = np.empty(len(parts(base)), np.uint16), np.empty_like(codes)
+        _native.codes_to_numbers(kind, codes, base, numbers)
+        _native.numbers_to_codes(kind, numbers, base, back)
+    finally:
+        _native.use(before)
+    np.testing.assert_array_equal(numbers, numbers_of(parts(codes), parts(base)))
+    np.testing.assert_array_equal(back, codes)
 
 
 @pytest.mark.parametrize("dtype", ["F8_E4M3", "U8"])

@@ -1,55 +1,89 @@
 """Encodes tensors that are not floats of 16 and more bits, such as quantized weights, against a base of the same type: the C++
-codec gets each byte as a 16-bit number, whose changes it lists or codes as those of BF16."""
+codec gets each byte, or each code in it, as a 16-bit number, whose changes it lists or codes as those of BF16."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from hf_ext.storage.delta.payload import Header, row_length
+from hf_ext.storage.delta.payload import BYTES, CODES, SIGNED_CODES, row_length
 from hf_ext.storage.native import FLOATS, _native
 from hf_ext.storage.safetensors_file import ITEMSIZE, RawTensor
 
-SHIFTS = {"F8_E4M3": 4, "F8_E5M2": 5}  # that move the exponents of 8-bit floats to where BF16 has them
+KINDS = {  # the codes in the bytes of a type, as csrc/delta/codes.h numbers them; "" is any other type
+    BYTES: {"F8_E4M3": 6, "F8_E5M2": 7, "": 5},
+    CODES: {"F8_E4M3": 0, "F8_E5M2": 1, "I8": 2, "": 3},
+    SIGNED_CODES: {"": 4},
+}
+HALVES = (3, 4)  # two codes of four bits
+PIECES, PIECE = 32, 4096  # number and size of the pieces of a tensor on which modes are compared
 
 
-def encode_bytes(tensor: RawTensor, base: RawTensor, threads: int) -> bytes:
+def best_mode(tensor: RawTensor, base: RawTensor) -> int:
+    """Returns the mode that takes the least bytes. Only a comparison shows how many codes there are in a byte."""
+    if tensor.dtype in KINDS[CODES]:
+        return CODES
+    step = max(tensor.data.size // PIECES, PIECE)
+
+    def sample(whole: RawTensor) -> RawTensor:
+        data = np.concatenate([whole.data[start : start + PIECE] for start in range(0, whole.data.size, step)])
+        return RawTensor("U8", data.shape, data)
+
+    parts = sample(tensor), sample(base)
+    return min(KINDS, key=lambda mode: len(encode_bytes(*parts, mode, 1)))
+
+
+def encode_bytes(tensor: RawTensor, base: RawTensor, mode: int, threads: int) -> bytes:
     """Returns the body of a tensor whose base has the same type and shape."""
-    length = row_length((*tensor.shape, ITEMSIZE[tensor.dtype]))
-    return _native.encode(_widened(tensor), _widened(base), FLOATS["BF16"], length, tensor.data.size, threads)
+    numbers, prediction = _numbers(tensor, base, mode), _numbers(base, base, mode)
+    return _native.encode(numbers, prediction, FLOATS["BF16"], _row_length(tensor, numbers), numbers.size, threads)
 
 
-def decode_bytes(body: np.ndarray, header: Header, base: RawTensor | None, threads: int) -> np.ndarray:
+def decode_bytes(body: np.ndarray, base: RawTensor, mode: int, threads: int) -> np.ndarray:
     """Returns the bytes of a tensor.
 
     Raises:
         ValueError: the body is damaged, or made with another base.
     """
-    prediction = None if base is None else _widened(base)
-    wide = np.empty(header.size, np.uint16)
-    length = row_length((*header.shape, ITEMSIZE[header.dtype]))
-    _native.decode(body, (wide, prediction, FLOATS["BF16"], length, header.size, threads))
-    return _narrowed(wide, header.dtype)
+    numbers = _numbers(base, base, mode)
+    _native.decode(body, (numbers, numbers, FLOATS["BF16"], _row_length(base, numbers), numbers.size, threads))
+    return _bytes(numbers, base.data, base.dtype, mode)
 
 
-def changed_bytes(body: np.ndarray, header: Header, base: RawTensor, threads: int) -> tuple[np.ndarray, np.ndarray]:
+def changed_bytes(body: np.ndarray, base: RawTensor, mode: int, threads: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns the places of the bytes that differ from the base's, and their values. Raises as `decode_bytes`."""
-    length = row_length((*header.shape, ITEMSIZE[header.dtype]))
-    listed = _native.list_changes(body, _widened(base), FLOATS["BF16"], length, threads)
+    numbers = _numbers(base, base, mode)
+    listed = _native.list_changes(body, numbers, FLOATS["BF16"], _row_length(base, numbers), threads)
     if listed is None:
-        new = decode_bytes(body, header, base, threads)
+        new = decode_bytes(body, base, mode, threads)
         places = np.flatnonzero(new != base.data)
         return places, new[places]
-    return np.frombuffer(listed[0], np.uint32), _narrowed(np.frombuffer(listed[1], np.uint16), header.dtype)
+    places, values = np.frombuffer(listed[0], np.uint32), np.frombuffer(listed[1], np.uint16)
+    if numbers.size > base.data.size:
+        halves, (places, pair) = places & 1, np.unique(places >> 1, return_inverse=True)
+        pairs = numbers.reshape(-1, 2)[places]
+        pairs[pair, halves] = values
+        values = pairs
+    return places, _bytes(values, base.data[places], base.dtype, mode)
 
 
-def _widened(tensor: RawTensor) -> np.ndarray:
-    """Returns the bytes of a tensor as 16-bit numbers: 8-bit floats in the order and with the exponents of BF16."""
-    wide = np.empty(tensor.data.size, np.uint16)
-    _native.widen(tensor.data, SHIFTS.get(tensor.dtype, 0), wide)
-    return wide
+def _kind(dtype: str, mode: int) -> int:
+    return KINDS[mode].get(dtype, KINDS[mode][""])
 
 
-def _narrowed(wide: np.ndarray, dtype: str) -> np.ndarray:
-    """Returns the bytes that `_widened` made 16-bit numbers of."""
-    shift = SHIFTS.get(dtype)
-    return (wide >> 8 & 0x80 | wide >> shift & 0x7F if shift else wide).astype(np.uint8)
+def _row_length(tensor: RawTensor, numbers: np.ndarray) -> int:
+    return row_length((*tensor.shape, ITEMSIZE[tensor.dtype] * numbers.size // tensor.data.size))
+
+
+def _numbers(tensor: RawTensor, base: RawTensor, mode: int) -> np.ndarray:
+    """Returns the numbers of a tensor's codes."""
+    kind = _kind(tensor.dtype, mode)
+    numbers = np.empty(tensor.data.size * (2 if kind in HALVES else 1), np.uint16)
+    _native.codes_to_numbers(kind, tensor.data, base.data, numbers)
+    return numbers
+
+
+def _bytes(numbers: np.ndarray, base: np.ndarray, dtype: str, mode: int) -> np.ndarray:
+    """Returns the bytes of which `_numbers` made numbers, given those of the base."""
+    codes = np.empty(base.size, np.uint8)
+    _native.numbers_to_codes(_kind(dtype, mode), numbers, base, codes)
+    return codes

@@ -9,11 +9,11 @@ import xxhash
 
 from hf_ext.errors import CorruptFileError, MissingDependencyError
 from hf_ext.storage.delta import DEFAULT_LEVEL, LEVELS
-from hf_ext.storage.delta.byte_values import decode_bytes, encode_bytes
+from hf_ext.storage.delta.byte_values import best_mode, decode_bytes, encode_bytes
 from hf_ext.storage.delta.deflate import deflate, inflate
 from hf_ext.storage.delta.narrow import decode_mixed, encode_mixed, narrow_rows
 from hf_ext.storage.delta.payload import (
-    BYTES,
+    BYTEWISE,
     CODED,
     DEFLATED,
     MIXED,
@@ -166,8 +166,8 @@ def decode_body(body: np.ndarray, base: RawTensor | None, header: Header, thread
                 data = inflate(body, header.size)
                 if header.base_values and base is not None:
                     data += base.data[: data.size]
-            elif header.mode == BYTES:
-                data = decode_bytes(body, header, base, threads)
+            elif header.mode in BYTEWISE and base is not None:
+                data = decode_bytes(body, base, header.mode, threads)
             else:
                 data = fresh_memory(header.size) if out is None else out
                 _decode_floats(body, header, base, data, threads)
@@ -248,9 +248,10 @@ def encode_body(tensor: RawTensor, base: RawTensor | None, threads: int, level: 
     elif tensor.dtype in ITEMSIZE and tensor.data.size:
         twin = base if base is not None and (base.dtype, base.shape) == (tensor.dtype, tensor.shape) else None
         if twin:
-            candidate = encode_bytes(tensor, twin, threads)
+            candidate_mode = best_mode(tensor, twin)
+            candidate = encode_bytes(tensor, twin, candidate_mode, threads)
             if len(candidate) < len(body):
-                mode, base_values, body = BYTES, math.prod(tensor.shape), memoryview(candidate)
+                mode, base_values, body = candidate_mode, math.prod(tensor.shape), memoryview(candidate)
             if len(candidate) < FEW_BYTES * tensor.data.size:
                 return mode, base_values, body
         for prior in [twin, None] if twin else [None]:

@@ -12,7 +12,7 @@ import xxhash
 from hf_ext.errors import BaseModelError
 from hf_ext.storage.delta.byte_values import changed_bytes
 from hf_ext.storage.delta.codec import decode_body
-from hf_ext.storage.delta.payload import BYTES, CODED, STACKED, Header, matrix_of, read_header, read_matrices, row_length
+from hf_ext.storage.delta.payload import BYTEWISE, CODED, STACKED, Header, matrix_of, read_header, read_matrices, row_length
 from hf_ext.storage.native import FLOATS, WIDTHS, _native
 from hf_ext.storage.safetensors_file import ITEMSIZE, RawTensor
 
@@ -63,7 +63,7 @@ def _apply(body: np.ndarray, header: Header, tensor: RawTensor, threads: int) ->
     """Turns the base's tensor into one that is not STACKED, in place. Returns the rows that changed, and a function that turns
     it back."""
     row_values = max(math.prod(header.shape[1:]), 1)
-    if header.mode == BYTES:
+    if header.mode in BYTEWISE:
         return _apply_bytes(body, header, tensor, row_values * ITEMSIZE[header.dtype], threads)
     listed = None
     has_own_type = header.mode == CODED and not header.narrow
@@ -96,9 +96,9 @@ def _apply(body: np.ndarray, header: Header, tensor: RawTensor, threads: int) ->
 def _apply_bytes(
     body: np.ndarray, header: Header, tensor: RawTensor, row_bytes: int, threads: int
 ) -> tuple[np.ndarray, Callable[[], object]]:
-    """Applies a body of the mode BYTES. Returns as `_apply`."""
+    """Applies a body of a mode in BYTEWISE. Returns as `_apply`."""
     try:
-        places, values = changed_bytes(body, header, tensor, threads)
+        places, values = changed_bytes(body, tensor, header.mode, threads)
     except ValueError as error:
         raise header.another_base() from error
     restore = partial(tensor.data.__setitem__, places, tensor.data[places])

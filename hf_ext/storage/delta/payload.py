@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 VERSION = 1
 MAGIC = b"FMD" + bytes([VERSION])
-STORED, CODED, DEFLATED, MIXED, STACKED, BYTES = range(6)
+STORED, CODED, DEFLATED, MIXED, STACKED, BYTES, CODES, SIGNED_CODES = range(8)
+BYTEWISE = (BYTES, CODES, SIGNED_CODES)  # modes of types that are no floats of 16 and more bits, always with a base
 SHORT_ROW, FLAT_ROW = 64, 1024  # rows shorter than SHORT_ROW are joined to rows of up to FLAT_ROW values
 LEAST_MATRIX = 1 << 16  # values of a matrix that is encoded separately
 MAX_EXPANSION = 64  # limit of values without a base per byte of a body; valid bodies have at most 4/3, as low bits are verbatim
@@ -45,8 +46,8 @@ class Header:
         name: the tensor's name in the checkpoint.
         dtype, shape: the tensor's, as safetensors names them.
         mode: STORED for the tensor's own bytes, CODED for the C++ codec's, DEFLATED, MIXED if rows are CODED in two types,
-            STACKED if each matrix of the last two dimensions is encoded separately, or BYTES if the C++ codec encodes each byte
-            as a 16-bit number.
+            STACKED if each matrix of the last two dimensions is encoded separately, or one of BYTEWISE if the C++ codec encodes
+            each byte, or each code of quantized weights, as a 16-bit number.
         narrow: the narrower type in which the values, or some rows of a MIXED tensor, are coded; empty for none.
         base_name, base_dtype: the tensor of the base that predicts this one; empty without one.
         base_values: the number of leading values that the base's tensor predicts.
@@ -76,7 +77,7 @@ class Header:
 
     def require_base(self, dtype: str, shape: Sequence[int]) -> None:
         """Raises BaseModelError unless a base tensor of this type and shape can predict this tensor."""
-        same = tuple(shape) == self.shape if self.mode in (DEFLATED, BYTES) else tuple(shape[1:]) == self.shape[1:]
+        same = tuple(shape) == self.shape if self.mode in (DEFLATED, *BYTEWISE) else tuple(shape[1:]) == self.shape[1:]
         if dtype != self.base_dtype or not same or math.prod(shape) < self.base_values:
             raise BaseModelError(
                 f"Tensor '{self.name}' {list(self.shape)} was compressed against a {self.base_dtype} tensor that predicts "
@@ -284,7 +285,7 @@ def peek_header(payload: np.ndarray | memoryview) -> Header:
 def _mode(kind: int) -> tuple[int, str]:
     """Returns the mode and the narrower type that a mode byte stands for."""
     mode, code = kind & 15, kind >> 4
-    if mode > BYTES or code > len(FLOATS):
+    if mode > SIGNED_CODES or code > len(FLOATS):
         raise ValueError(f"mode {kind} is unknown")
     return mode, ["", *FLOATS][code]
 
@@ -301,7 +302,7 @@ def _is_possible(header: Header, size: int) -> bool:
     if header.mode == MIXED:
         possible = header.narrow != "" and header.base_values == 0 and has_long_rows(header.shape)
         return possible and 0 < header.values <= MAX_EXPANSION * size
-    if header.mode == BYTES:
+    if header.mode in BYTEWISE:
         with_base = header.base_values == header.values > 0 and header.base_dtype == header.dtype
         return with_base and width is not None and header.dtype not in FLOATS
     if header.mode == DEFLATED:
