@@ -39,7 +39,13 @@ template <Instructions SET>
 using With = std::integral_constant<Instructions, SET>;
 
 #ifdef HF_EXT_X86
-// `flatten` inlines the kernel and everything it calls, so that all of it is compiled for these instructions.
+// `flatten` inlines the kernel and everything it calls, so that all of it is compiled for these instructions. `cold` saves most of
+// the compile time for processors without AVX2, which are rare.
+template <class Kernel>
+[[gnu::cold, gnu::flatten, gnu::noinline]] void run_scalar(const Kernel& kernel) {
+    kernel(With<Instructions::SCALAR>{});
+}
+
 template <class Kernel>
 [[HF_EXT_AVX2, gnu::flatten, gnu::noinline]] void run_avx2(const Kernel& kernel) {
     kernel(With<Instructions::AVX2>{});
@@ -58,12 +64,14 @@ void with_instructions(const Kernel& kernel) {
     switch (instructions().load(std::memory_order_relaxed)) {
         case Instructions::AVX512: return run_avx512(kernel);
         case Instructions::AVX2: return run_avx2(kernel);
-        default: break;
+        default: return run_scalar(kernel);
     }
-#elif defined(HF_EXT_NEON)
+#else
+#ifdef HF_EXT_NEON
     if (instructions().load(std::memory_order_relaxed) == Instructions::NEON) return kernel(With<Instructions::NEON>{});
 #endif
     kernel(With<Instructions::SCALAR>{});
+#endif
 }
 
 // Prefetches the `count` values that start `ahead` values behind a place. Processors do this by themselves only within a page.
