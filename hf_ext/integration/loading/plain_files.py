@@ -16,10 +16,10 @@ from transformers.utils import logging
 from hf_ext.errors import CheckpointError
 from hf_ext.integration.loading import ranks
 from hf_ext.storage.decoded import FOLDER, decoded_folder, place_for
-from hf_ext.storage.delta.source import DeltaCheckpoint, RestoredFile
 from hf_ext.storage.plain_writer import write_files
 from hf_ext.storage.safetensors_file import ComputedFile, SafetensorsFile
 from hf_ext.storage.source import TensorSource
+from hf_ext.storage.weights import KEY, PARTS_OF
 
 logger = logging.get_logger(__name__)
 
@@ -82,14 +82,13 @@ class PlainFiles:
         self.names[:] = [str(folder / Path(name).name) for name in self.names]
         self.are_in_use = True
 
-    def _decoded(self) -> list[ComputedFile] | list[RestoredFile]:
-        if isinstance(self.source, DeltaCheckpoint):  # with the metadata that some quantizers need
-            return [RestoredFile(file, self.source.base) for file in self.source.files]
+    def _decoded(self) -> list[ComputedFile]:
         files = []
-        for path in map(Path, self.names):
-            names = [name for name in SafetensorsFile(path).entries if name in self.source]
+        for opened in map(SafetensorsFile, map(Path, self.names)):
+            names = [name for name in opened.entries if name in self.source]
             tensors = {name: self.source.entry(name)[:2] for name in names}
-            files.append(ComputedFile(path.name, tensors, self.source.read, {"format": "pt"}))
+            metadata = {key: text for key, text in opened.metadata.items() if key not in (KEY, PARTS_OF)}  # torchao needs it
+            files.append(ComputedFile(opened.path.name, tensors, self.source.read, {"format": "pt"} | metadata))
         return files
 
     def _kept(self) -> Path | None:
