@@ -114,14 +114,8 @@ def extract_lora(
     state = {name: source.read(tensor).to_torch() for name, tensor in parts.whole.items()}
     state |= {f"{module}.{TOKENS}": source.read(tensor).to_torch()[rows] for module, (tensor, rows) in parts.tokens.items()}
     rest = sum(tensor.nbytes + HEADER for tensor in state.values()) + 2 * HEADER * len(parts.layers)
-    if max_size is not None:
-        if rest >= max_size:
-            raise HfExtError(f"max_size={max_size} is too small: without any component, the adapter takes up to {rest} bytes.")
-        aim = replace(aim, max_size=max_size - rest)
-    factors = changes.factors(parts.layers, aim)
+    factors = _fit(changes, parts.layers, aim, rest)
     if not factors:
-        if needed := min((changes.cost(layer) for layer in changes.energies(parts.layers)), default=0):
-            raise HfExtError(f"max_size={max_size} is too small: with one component, the adapter takes {rest + needed} bytes.")
         raise CheckpointError(
             f"No linear layer of {folder} that PEFT can adapt differs from that of the base {prior}: "
             "there is nothing to extract."
@@ -200,6 +194,25 @@ def _resize(
     if any(int(ids.max()) >= prior for ids in tokens or []):
         raise HfExtError(f"The texts (--eval) hold tokens that the base {base} lacks. Give texts without them.")
     return _Resize(added=max(tuned - prior, 0), fitting=prior)
+
+
+def _fit(changes: Changes, layers: Iterable[str], aim: Aim, rest: int) -> dict[str, Factors]:
+    """Returns the factors of the layers that changed; none if none did.
+
+    Args:
+        rest: size of all else in the adapter's file, in bytes.
+
+    Raises:
+        HfExtError: the aim's size is too small for one component.
+    """
+    if aim.max_size is None:
+        return changes.factors(layers, aim)
+    if rest >= aim.max_size:
+        raise HfExtError(f"max_size={aim.max_size} is too small: without any component, the adapter takes up to {rest} bytes.")
+    factors = changes.factors(layers, replace(aim, max_size=aim.max_size - rest))
+    if not factors and (needed := min((changes.cost(layer) for layer in changes.energies(layers)), default=0)):
+        raise HfExtError(f"max_size={aim.max_size} is too small: with one component, the adapter takes {rest + needed} bytes.")
+    return factors
 
 
 def _component_changes(components: Mapping[str, tuple[TensorSource, TensorSource]]) -> dict[str, float | None]:
