@@ -111,7 +111,7 @@ def layers_that_load(
         return {name for name in names if not {f"{PREFIX}{name}.lora_{side}.weight" for side in "AB"} & missed}
 
     names, all_names = arriving({*layers}), {*layers}
-    if not names and layers:  # some of them prevent all
+    if not names and layers:  # PEFT refuses all because of a few, such as Mamba's out_proj
         groups: dict[str, set[str]] = {}
         for name in layers:
             groups.setdefault(re.sub(r"\d+", "#", name), set()).add(name)

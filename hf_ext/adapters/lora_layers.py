@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -116,51 +116,61 @@ class LoraLayers:
         modules = (".".join(parts[:i]) for i in range(1, len(parts)))
         return next((module for module in modules if module.endswith(heads)), None)  # as PEFT matches, "pre_classifier" too
 
-    def carry_others(self, changed: Iterable[str], rows: Callable[[str], list[int]], resized: Iterable[str]) -> None:
-        """Moves the parameters of modules with a changed parameter from `others` to `whole`, except those of linear layers, of
-        experts, of modules with parts of their own, and weights that are tied to others. Moves the changed rows of the input
-        embedding to `tokens` if it is tied or most rows are unchanged.
+    def with_changed(self, changed: Iterable[str], rows: Callable[[str], list[int]], resized: Collection[str]) -> LoraLayers:
+        """Returns the parts with the parameters of modules with a changed parameter in `whole`, except those of linear layers,
+        of experts, of modules with parts of their own, and weights that are tied to others. The changed rows of the input
+        embedding are in `tokens` if it is tied or most rows are unchanged.
 
         Args:
             changed: the names of parameters.
             rows: returns the indices of the rows of a parameter that changed.
             resized: linear layers with another number of rows than in the base, which become whole.
         """
-        for module in resized:
-            self.others[f"{module}.weight"] = self.layers.pop(module)
-        changed = {*changed, *(f"{module}.weight" for module in resized)}
+        parts = self.with_layers(self.layers.keys() - {*resized})
         tied = {name for pair in self.ties.items() for name in pair}
         state = self.model.state_dict()
-        modules = {_module_of(name) for name in changed if name in state} - self.layers.keys()
-        for module in (module for module in modules if "experts" not in module):
+        modules = {_module_of(name) for name in changed if name in state} | {*resized}
+        whole: set[str] = set()
+        tokens: dict[str, tuple[str, list[int]]] = {}
+        for module in (name for name in modules - parts.layers.keys() if "experts" not in name):
             names = {name for name in state if _module_of(name) == module}
-            parameters, is_shared = names & self.others.keys(), bool(tied & names)
+            parameters, is_shared = names & parts.others.keys(), bool(tied & names)
             if module == self.embedding and (name := f"{module}.weight") in parameters:
                 indices = rows(name)
                 is_shared &= not any(head in self.whole for head, source in self.ties.items() if source == name)
                 if is_shared or len(indices) < len(state[name]) // 2:
-                    self.tokens[module] = (self.others.pop(name).tensor, indices)
+                    tokens[module] = (parts.others[name].tensor, indices)
                     continue
             if not is_shared and not any(self.model.get_submodule(module).children()):
-                self.whole |= {name: self.others.pop(name).tensor for name in parameters}
-        self.carry_modules_of_same_ending()
+                whole |= parameters
+        others = {name: pair for name, pair in parts.others.items() if _module_of(name) not in tokens}
+        return replace(parts, others=others, tokens=tokens).with_whole(whole)
 
-    def carry_modules_of_same_ending(self) -> None:
-        """Moves the parameters of modules whose names end in that of a whole module to `whole`: PEFT takes them for it."""
-        endings = tuple(self.whole_modules)
-        for module in (name for name, _ in self.model.named_modules() if endings and name.endswith(endings)):
-            layers = {f"{name}.weight": self.layers.pop(name) for name in [*self.layers] if f"{name}.".startswith(f"{module}.")}
-            others = {name: self.others.pop(name) for name in [*self.others] if name.startswith(f"{module}.")}
-            self.whole |= {name: pair.tensor for name, pair in (layers | others).items()}
+    def with_whole(self, parameters: Iterable[str] = ()) -> LoraLayers:
+        """Returns the parts with these parameters in `whole`, and with those of all modules whose names end in that of a whole
+        module: PEFT takes them for it."""
+        pairs = self.others | {f"{name}.weight": pair for name, pair in self.layers.items()}
+        chosen = replace(self, whole=self.whole | {name: pairs[name].tensor for name in parameters})
+        endings = tuple(chosen.whole_modules)
+        modules = tuple(f"{name}." for name, _ in self.model.named_modules() if endings and name.endswith(endings))
+        whole = chosen.whole | {name: pair.tensor for name, pair in pairs.items() if name.startswith(modules)}
+        layers = {name: pair for name, pair in self.layers.items() if f"{name}.weight" not in whole}
+        others = {name: pair for name, pair in self.others.items() if name not in whole}
+        return replace(self, layers=layers, whole=whole, others=others)
 
-    def drop_layers_that_do_not_load(self) -> None:
-        """Moves linear layers whose LoRA PEFT refuses, or does not load, to `others`."""
+    def with_layers(self, names: Collection[str]) -> LoraLayers:
+        """Returns the parts with only these linear layers in `layers`, and the weights of the rest in `others`."""
+        layers = {name: pair for name, pair in self.layers.items() if name in names}
+        rest = {f"{name}.weight": pair for name, pair in self.layers.items() if name not in names}
+        return replace(self, layers=layers, others=self.others | rest)
+
+    def loadable(self) -> set[str]:
+        """Returns the linear layers whose LoRA PEFT loads."""
         shapes = {name: tuple(self.model.get_submodule(name).weight.shape) for name in self.layers}
         shapes = {name: shape if self.layers[name].transposed else shape[::-1] for name, shape in shapes.items()}
         plain = LoraLayers(self.model, self.layers)
         plain.task = None  # else PEFT expects heads, too
-        loaded = layers_that_load(self.model, shapes, lambda names: plain.config(dict.fromkeys(names, 1), ""))
-        self.others |= {f"{name}.weight": self.layers.pop(name) for name in [*self.layers] if name not in loaded}
+        return layers_that_load(self.model, shapes, lambda names: plain.config(dict.fromkeys(names, 1), ""))
 
     def config(self, ranks: Mapping[str, int], base: str) -> LoraConfig:
         """Returns the configuration of a LoRA with these ranks, by layer, and a scaling of 1.
@@ -237,9 +247,8 @@ def lora_layers(folder: Path, tuned: TensorSource, base: TensorSource) -> LoraLa
                 parts.layers[module] = pair._replace(transposed=isinstance(model.get_submodule(module), Conv1D))
             else:
                 parts.others[target] = pair
-    parts.carry_modules_of_same_ending()
-    parts.drop_layers_that_do_not_load()
-    return parts
+    parts = parts.with_whole()
+    return parts.with_layers(parts.loadable())
 
 
 def _origins(parts: LoraLayers, source: TensorSource) -> tuple[dict[str, Loaded], list[str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from hf_ext.integration import versions
 from hf_ext.integration.cards import write_card
 from hf_ext.lora_extraction.factors import Aim, Changes, Factors
 from hf_ext.lora_extraction.report import LayerLora, LoraReport
-from hf_ext.storage.config_file import CONFIG, read_config, require_unquantized
+from hf_ext.storage.config_file import CONFIG, read_config
 from hf_ext.storage.delta.source import DeltaCheckpoint
 from hf_ext.storage.files import require_another_folder, staged_folder
 from hf_ext.storage.guards import require_place
@@ -33,7 +33,7 @@ from hf_ext.storage.plain_writer import write_files
 from hf_ext.storage.prefetch import progress
 from hf_ext.storage.safetensors_file import ComputedFile, RawTensor, SafetensorsFile
 from hf_ext.storage.source import NoBase, TensorSource
-from hf_ext.storage.stored import open_checkpoint, open_counterpart
+from hf_ext.storage.stored import Stored, open_counterpart
 
 HEADER = 256  # bytes of a file's header for each tensor, at most
 MOST_TOKENS = 1024  # of a text
@@ -88,14 +88,10 @@ def extract_lora(
     aim, target = Aim(rank, energy, max_size), Path(out)
     require_another_folder(target, [fine_tune, base])
     require_place(target, overwrite or partial(_is_result, target))
-    pipeline = downloaded(fine_tune)
-    places = models_in(pipeline)
-    place = next((name for name in ("transformer", "unet") if name in places), "")  # to which `load_lora_weights` adds a LoRA
-    folder = pipeline / place
-    source, prior = _open(pipeline, place, base, revision)
-    others = {name: _open(pipeline, name, base, revision) for name in places if name != place}
-    for one in (source, prior, *(one for pair in others.values() for one in pair)):
-        require_another_folder(target, [folder, *one.paths])
+    models = _open(downloaded(fine_tune), base, revision)
+    folder, source, prior = models.folder, models.source, models.base
+    for paths in models.paths:
+        require_another_folder(target, [folder, *paths])
     if (folder / ADAPTER_CONFIG).exists():  # beside the model that it belongs to: from_pretrained loads both
         source = AdapterSource(folder, source)
     parts = _sorted(folder, source, prior)
@@ -113,47 +109,129 @@ def extract_lora(
         raise HfExtError(f"rank={rank} is larger than the smaller side of any linear layer of {folder}, at most {largest}.")
     changed, resized = changes.energies(parts.others), changes.resized()
     if modules_to_save:
-        parts.carry_others(changed, changes.rows, resized.keys() & parts.layers.keys())
-    added, resize, fitting = 0, None, None  # `fitting`: number of tokens of the base, if the adapter fits only that
-    if rows := resized.get(f"{parts.embedding}.weight"):
-        if f"{parts.embedding}.weight" not in parts.others:
-            resize = rows[0]
-        elif any(int(ids.max()) >= rows[1] for ids in tokens or []):
-            raise HfExtError(f"The texts (--eval) hold tokens that the base {prior} lacks. Give texts without them.")
-        else:
-            added, fitting = max(rows[0] - rows[1], 0), rows[1]
+        parts = parts.with_changed(changed, changes.rows, resized.keys() & parts.layers.keys())
+    resize = _resize(parts, resized, tokens, prior)
     state = {name: source.read(tensor).to_torch() for name, tensor in parts.whole.items()}
     state |= {f"{module}.{TOKENS}": source.read(tensor).to_torch()[rows] for module, (tensor, rows) in parts.tokens.items()}
     rest = sum(tensor.nbytes + HEADER for tensor in state.values()) + 2 * HEADER * len(parts.layers)
-    if max_size is not None:
-        if rest >= max_size:
-            raise HfExtError(f"max_size={max_size} is too small: without any component, the adapter takes up to {rest} bytes.")
-        aim = replace(aim, max_size=max_size - rest)
-    factors = changes.factors(parts.layers, aim)
+    factors = _fit(changes, parts.layers, aim, rest)
     if not factors:
-        if needed := min((changes.cost(layer) for layer in changes.energies(parts.layers)), default=0):
-            raise HfExtError(f"max_size={max_size} is too small: with one component, the adapter takes {rest + needed} bytes.")
         raise CheckpointError(
             f"No linear layer of {folder} that PEFT can adapt differs from that of the base {prior}: "
             "there is nothing to extract."
         )
-    omitted = {name: change for name, change in changed.items() if name in parts.others}
-    without_rank = changes.energies(layer for layer in parts.layers if layer not in factors)
-    omitted |= {f"{layer}.weight": change for layer, change in without_rank.items()}
-    for other, sources in others.items():
-        pairs = {name: Pair(name, name if name in sources[1] else "") for name in sources[0].names()}
-        changes = Changes(*sources, pairs, ())
-        omitted |= {f"{other}.{name}": change for name, change in changes.energies(pairs).items()}
+    omitted = {
+        **{name: change for name, change in changed.items() if name in parts.others},
+        **{
+            f"{layer}.weight": change
+            for layer, change in changes.energies(layer for layer in parts.layers if layer not in factors).items()
+        },
+        **_component_changes(models.components),
+    }
     size = sum(source.entry(name).nbytes for name in source.names())
-    report = LoraReport([], 0, size, parts.carried, omitted, added_tokens=added, resize=resize)
-    report = _write(parts, factors, state, prior.name.removesuffix(f"/{place}"), target, report, fitting, overwrite)
-    return report if tokens is None else replace(report, losses=_losses(folder, prior, target, tokens, resize))
+    report = LoraReport([], 0, size, parts.carried, omitted, added_tokens=resize.added, resize=resize.base)
+    name = prior.name.removesuffix(f"/{models.place}")
+    report = _write(parts, factors, state, name, target, report, resize.fitting, overwrite)
+    return report if tokens is None else replace(report, losses=_losses(folder, prior, target, tokens, resize.base))
 
 
-def _open(folder: Path, place: str, base: str | os.PathLike | None, revision: str | None) -> tuple[TensorSource, TensorSource]:
+@dataclass(frozen=True)
+class _Models:
+    """A fine-tune and its base, with the other components of a pipeline, by name.
+
+    Attributes:
+        place: the component of the pipeline to which the LoRA belongs; empty for a model.
+        folder: of the fine-tune.
+    """
+
+    place: str
+    folder: Path
+    source: TensorSource
+    base: TensorSource
+    components: Mapping[str, tuple[TensorSource, TensorSource]]
+
+    @property
+    def paths(self) -> list[Sequence[Path]]:
+        """The files of all models."""
+        return [one.paths for pair in [(self.source, self.base), *self.components.values()] for one in pair]
+
+
+@dataclass(frozen=True)
+class _Resize:
+    """Other numbers of tokens than the fine-tune's.
+
+    Attributes:
+        added: number of tokens that the adapter lacks.
+        base: number of tokens that the base must have to load the adapter, if it is another one.
+        fitting: number of tokens of the base, if the adapter fits only that.
+    """
+
+    added: int = 0
+    base: int | None = None
+    fitting: int | None = None
+
+
+def _open(pipeline: Path, base: str | os.PathLike | None, revision: str | None) -> _Models:
+    """Opens a fine-tune and its base. Of a pipeline, opens all components."""
+    places = models_in(pipeline)
+    place = next((name for name in ("transformer", "unet") if name in places), "")  # to which `load_lora_weights` adds a LoRA
+    source, prior = _open_pair(pipeline, place, base, revision)
+    components = {name: _open_pair(pipeline, name, base, revision) for name in places if name != place}
+    return _Models(place, pipeline / place, source, prior, components)
+
+
+def _resize(
+    parts: LoraLayers, resized: Mapping[str, tuple[int, int]], tokens: Iterable[torch.Tensor] | None, base: TensorSource
+) -> _Resize:
+    """Returns how the number of tokens of the base and of the adapter differ. Raises HfExtError if the base lacks tokens of the
+    texts and the adapter does not add them."""
+    rows = resized.get(f"{parts.embedding}.weight")
+    if rows is None:
+        return _Resize()
+    tuned, prior = rows
+    if f"{parts.embedding}.weight" not in parts.others:
+        return _Resize(base=tuned)
+    if any(int(ids.max()) >= prior for ids in tokens or []):
+        raise HfExtError(f"The texts (--eval) hold tokens that the base {base} lacks. Give texts without them.")
+    return _Resize(added=max(tuned - prior, 0), fitting=prior)
+
+
+def _fit(changes: Changes, layers: Iterable[str], aim: Aim, rest: int) -> dict[str, Factors]:
+    """Returns the factors of the layers that changed; none if none did.
+
+    Args:
+        rest: size of all else in the adapter's file, in bytes.
+
+    Raises:
+        HfExtError: the aim's size is too small for one component.
+    """
+    if aim.max_size is None:
+        return changes.factors(layers, aim)
+    if rest >= aim.max_size:
+        raise HfExtError(f"max_size={aim.max_size} is too small: without any component, the adapter takes up to {rest} bytes.")
+    factors = changes.factors(layers, replace(aim, max_size=aim.max_size - rest))
+    if not factors and (needed := min((changes.cost(layer) for layer in changes.energies(layers)), default=0)):
+        raise HfExtError(f"max_size={aim.max_size} is too small: with one component, the adapter takes {rest + needed} bytes.")
+    return factors
+
+
+def _component_changes(components: Mapping[str, tuple[TensorSource, TensorSource]]) -> dict[str, float | None]:
+    """Returns the energies of the changes of a pipeline's components, by component and tensor."""
+    energies: dict[str, float | None] = {}
+    for component, (source, prior) in components.items():
+        pairs = {name: Pair(name, name if name in prior else "") for name in source.names()}
+        changes = Changes(source, prior, pairs, ()).energies(pairs)
+        energies |= {f"{component}.{name}": change for name, change in changes.items()}
+    return energies
+
+
+def _open_pair(
+    folder: Path, place: str, base: str | os.PathLike | None, revision: str | None
+) -> tuple[TensorSource, TensorSource]:
     """Opens the model in a place of a folder, and its base."""
-    require_unquantized(folder / place)
-    source = open_checkpoint(folder / place)
+    stored = Stored(os.fspath(folder / place))
+    stored.require_unquantized()
+    source = stored.tensors()
     return source, _base_of(source, place, base, revision)
 
 
