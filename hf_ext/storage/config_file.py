@@ -87,12 +87,6 @@ def require_no_task(folder: Path) -> None:
         )
 
 
-def require_unquantized(folder: Path) -> None:
-    """Raises CheckpointError if the weights of a model's folder are quantized."""
-    if method := quantization_of(read_config(folder / CONFIG)):
-        raise CheckpointError(f"{folder} is quantized ({method}). {UNQUANTIZED}")
-
-
 def forget_encoding(config: object) -> None:
     """Removes the `quantization_config` of a compressed checkpoint or a merge from a model's configuration, because the weights
     in memory are the original ones. Puts back that of quantized weights."""
