@@ -23,14 +23,13 @@ from hf_ext.errors import CheckpointError
 from hf_ext.integration.config_change import plain
 from hf_ext.integration.in_place import tensors_of
 from hf_ext.storage.checkpoint import Checkpoint
-from hf_ext.storage.config_file import forget_encoding
+from hf_ext.storage.config_file import forget_encoding, is_merge
 from hf_ext.storage.hub import downloaded
 from hf_ext.storage.layout import ADAPTER
 from hf_ext.storage.names import Names, Ties
 from hf_ext.storage.safetensors_file import Entry, RawTensor
 from hf_ext.storage.source import TensorSource
-from hf_ext.storage.stored import Stored, open_checkpoint, split_task
-from hf_ext.storage.weights import Kind
+from hf_ext.storage.stored import open_checkpoint, split_task
 
 AUTO_CLASSES = {
     TaskType.SEQ_CLS: "AutoModelForSequenceClassification",
@@ -185,7 +184,7 @@ def _settings_of(folder: Path) -> PeftConfig:
         raise CheckpointError(
             f"{folder} has no adapter_config.json that PEFT can read: {type(error).__name__}: {error}"
         ) from error
-    if trained_on and (split_task(trained_on)[1] or os.path.isdir(trained_on) and Stored(trained_on).kind is Kind.MERGE):
+    if trained_on and (split_task(trained_on)[1] or is_merge(trained_on)):
         raise CheckpointError(
             f"{folder} is an adapter of a task of the merge {trained_on}, not of the base. Merge it into that task's model "
             "(merge_and_unload), save the model, and give that folder."

@@ -20,6 +20,7 @@ def open_model(stored: Stored, base: TensorSource | None = None) -> tuple[Tensor
         BaseModelError: it has no weights, or their base is missing or is another model.
         CorruptFileError: it is damaged.
     """
+    stored.require_unquantized()
     if stored.file(ADAPTER_CONFIG):
         from hf_ext.adapters.adapter_source import AdapterSource  # PEFT takes its time to import
 
@@ -29,5 +30,4 @@ def open_model(stored: Stored, base: TensorSource | None = None) -> tuple[Tensor
         return source, source.config.to_dict()
     if not stored.full_config:
         raise CheckpointError(f"'{stored.name}' has no {CONFIG}; give the folder of a saved model.")
-    stored.require_unquantized()
     return stored.tensors(), stored.config

@@ -183,7 +183,8 @@ def require_related(src: str | os.PathLike, base: str | os.PathLike, revision: s
     """Raises BaseModelError if a model cannot be the base of `src`: the result would hardly be smaller."""
     for place in models_in(Path(src)):
         stored = Stored(within(src, place))
-        if reason := unrelated(stored.tensors(), open_counterpart(base, place, revision, stored.quantization)):
+        prior = open_counterpart(base, place, revision, stored.quantization)
+        if reason := unrelated(stored.tensors(), prior, bool(stored.quantization)):
             raise BaseModelError(
                 f"{reason} `hf-ext find-base {src}` looks for the base; --no-base compresses without one. In Python, "
                 "fm_delta.compress_checkpoint accepts every base."
@@ -257,7 +258,7 @@ def _examine(
         stored, component = open_first(place, components)
         other = plain_base(stored, quantization)
         other.read_sparsely()
-        measured = likeness(source, other, LIKELY_SHARE)
+        measured = likeness(source, other, LIKELY_SHARE, bool(quantization))
         configs = [read_config(checkpoint.paths[0].parent / CONFIG) for checkpoint in (source, other)]
         kinds = [config.get("model_type") or config.get("_class_name") for config in configs]
     except HfExtError as error:

@@ -69,7 +69,11 @@ def compress_checkpoint(
     require_another_folder(out, [src, base])
     with staged_folder(out, overwrite=overwrite or partial(is_result, out)) as stage:
         folder = ModelFolder.open_plain(downloaded(src))
-        sources = [NoBase() if base is None else base_for(folder.path, model.place, base, revision) for model in folder.models]
+        forms = [Stored(within(folder.path, model.place)).quantization for model in folder.models]
+        sources = [
+            NoBase() if base is None else open_counterpart(base, model.place, revision, form)
+            for model, form in zip(folder.models, forms)
+        ]
         for source in sources:
             require_depth(source)
             require_another_folder(out, source.paths)
@@ -116,11 +120,6 @@ def write_with_card(
         bases = [] if alone else [settings["base"]]
         library = "diffusers" if "_class_name" in read_config(out / CONFIG) else "transformers"
         write_card(out, "fm_delta", bases, "finetune", target=target, tags=["fm-delta"], library=library, **figures)
-
-
-def base_for(folder: Path, place: str, base: str | os.PathLike, revision: str | None) -> TensorSource:
-    """Opens the base of a model in a folder, which must be quantized as the model is. See `open_counterpart`."""
-    return open_counterpart(base, place, revision, Stored(within(folder, place)).quantization)
 
 
 def is_result(folder: Path) -> bool:

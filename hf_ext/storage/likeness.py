@@ -47,18 +47,20 @@ class Likeness:
         return "same shapes, other weights" if self.agreement < LIKELY_AGREEMENT else None
 
 
-def unrelated(source: TensorSource, base: TensorSource) -> str | None:
+def unrelated(source: TensorSource, base: TensorSource, is_quantized: bool = False) -> str | None:
     """Returns why a model cannot be a checkpoint's base: most tensors are not there, or have unrelated values. Returns None if
     it may be the base. Compares a few KB of each tensor, or, where one of the two is compressed, only names and shapes."""
     is_plain = isinstance(source, Checkpoint) and isinstance(base, Checkpoint)
-    measured = likeness(source, base, LIKELY_SHARE if is_plain else math.inf)
+    measured = likeness(source, base, LIKELY_SHARE if is_plain else math.inf, is_quantized)
     reason = measured.objection if is_plain or measured.shared < LIKELY_SHARE else None
     return reason and f"{base.name} is not the base of {source.name}: {reason}."
 
 
-def likeness(src: TensorSource, other: TensorSource, least: float = 0.0) -> Likeness:
-    """Compares two checkpoints. If they share less than `least`, reads no tensors, and `agreement` is 0."""
-    names = [name for name in src.names() if src.entry(name).dtype in FLOATS.keys() | CODES]
+def likeness(src: TensorSource, other: TensorSource, least: float = 0.0, is_quantized: bool = False) -> Likeness:
+    """Compares two checkpoints. If they share less than `least`, reads no tensors, and `agreement` is 0. Counts codes only if
+    the weights are quantized: plain models have masks and positions in these types, equal in all of a kind."""
+    counted = FLOATS.keys() | (CODES if is_quantized else set())
+    names = [name for name in src.names() if src.entry(name).dtype in counted]
     twins = {name: twin for name in names if (twin := other.twin_of(name)) and _comparable(src, name, other, twin)}
     same_layers = all(src.entry(name).shape == other.entry(twin).shape for name, twin in twins.items() if layer_of(name))
     same_layers &= _as_high(names, twins) and _as_high(other.names(), twins.values())

@@ -1,4 +1,4 @@
-"""A stored model: what form it has (plain, compressed, merged, an adapter) is decided here, and the result handed on."""
+"""A stored model: decides what form it has (plain, compressed, merged, quantized), once, for all who use it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ from pathlib import Path
 
 from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
 from hf_ext.storage.checkpoint import Checkpoint
-from hf_ext.storage.config_file import CONFIG, ENCODINGS, FM_DELTA, UNQUANTIZED, original_config, quantization_of, read_config
+from hf_ext.storage.config_file import CONFIG, UNQUANTIZED, original_config, quantization_of, read_config
 from hf_ext.storage.delta.payload import is_payload
 from hf_ext.storage.delta.source import DeltaCheckpoint
 from hf_ext.storage.hub import HUB, Hub, absolute, is_local, reaching, within
-from hf_ext.storage.layout import all_weights
 from hf_ext.storage.open import open_base, open_shards
-from hf_ext.storage.safetensors_file import SafetensorsFile
 from hf_ext.storage.source import TensorSource
-from hf_ext.storage.weights import AGAIN, Kind, kind_of
+from hf_ext.storage.weights import AGAIN, Kind
 
 OF_TASK = "#"  # in a name: between a merge and one of its tasks
 
@@ -39,10 +37,10 @@ class Stored:
 
     @cached_property
     def folder(self) -> Path:
-        """The folder; for a repository, the snapshot of one commit in the Hub's cache. Raises BaseModelError if it cannot be
-        reached."""
+        """The folder; for a repository, the snapshot of one commit in the Hub's cache. Raises BaseModelError if there is none
+        or it cannot be reached."""
         if is_local(self.name):
-            return Path(self.name)
+            return Path(self.name) if os.path.isdir(self.name) else self.checkpoint.paths[0].parent
         from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
         with reaching(self.name, self.revision), self.hub.requiring(self.name, self.revision, [CONFIG]):
@@ -83,13 +81,6 @@ class Stored:
     def quantization(self) -> str | None:
         """The method and the format of quantized weights; None for plain ones."""
         return quantization_of(self.full_config)
-
-    @cached_property
-    def kind(self) -> Kind:
-        """How the weights are stored, by config.json, else by their headers."""
-        if (method := self.settings.get("quant_method")) in ENCODINGS:
-            return Kind.COMPRESSED if method == FM_DELTA else Kind.MERGE
-        return kind_of(SafetensorsFile(file).metadata for file in all_weights(self.folder))
 
     def require_unquantized(self) -> None:
         """Raises CheckpointError if the weights are quantized."""
@@ -154,9 +145,8 @@ def open_counterpart(
     """
     try:
         stored = Stored(within(base, place), revision)
-        source = stored.tensors()
-        _require_form(stored, quantization)
-        return source
+        _require_form(stored, quantization)  # before weights are downloaded
+        return stored.tensors()
     except BaseModelError as error:
         advice = f" It is the base of the component '{place}'. Without it, give the folders of other components, one by one."
         raise BaseModelError(f"{error}{advice if place and os.path.isdir(base) else ''}") from error
@@ -172,11 +162,11 @@ def plain_base(stored: Stored, quantization: str | None = None) -> Checkpoint:
         BaseModelError: the base cannot be read, is quantized in another way than the model or compressed itself, or holds
             several models merged into one.
     """
+    _require_form(stored, quantization)  # before weights are downloaded
     weights = stored.checkpoint
     if weights.kind is not Kind.PLAIN:
         advice = " Decompress it first and give the plain folder." if weights.kind is Kind.COMPRESSED else ""
         raise BaseModelError(f"The base {weights} {weights.kind.value}{advice}")
-    _require_form(stored, quantization)
     return weights
 
 
@@ -192,8 +182,8 @@ def _require_form(base: Stored, quantization: str | None) -> None:
         return
     form = f"is quantized ({base.quantization})" if base.quantization else "is not quantized"
     if quantization is None:
-        raise BaseModelError(f"The base {base.checkpoint} {form}. {UNQUANTIZED}")
+        raise BaseModelError(f"The base '{base.name}' {form}. {UNQUANTIZED}")
     raise BaseModelError(
-        f"The base {base.checkpoint} {form}, but the model is quantized ({quantization}). Give a base that was quantized in "
+        f"The base '{base.name}' {form}, but the model is quantized ({quantization}). Give a base that was quantized in "
         "the same way, or compress both before they are quantized."
     )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from tiny_checkpoints import contents, edit_config
 from tiny_models import perturb
 from tiny_quantized import KINDS, STORED_ONLY, library_of, model_for, packed
@@ -24,6 +26,7 @@ from transformers import (
 
 from hf_ext import emr, fm_delta
 from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError, HfExtError
+from hf_ext.fm_delta.base_search import require_related
 from hf_ext.storage.config_file import add_settings, forget_encoding, quantization_of, remove_settings
 
 LOADED = [kind for kind in KINDS if kind not in STORED_ONLY]
@@ -146,6 +149,17 @@ def test_the_base_is_found_among_others(folders):
     assert report.require().name == str(folder.base)
 
 
+def test_an_unrelated_base_is_refused(folders, tmp_path):
+    folder, stranger = folders("fp8"), model_for("fp8")
+    with torch.no_grad():
+        for weight in stranger.parameters():
+            weight.copy_(torch.randn_like(weight) * 0.02)
+    KINDS["fp8"](stranger, tmp_path / "stranger")
+    assert fm_delta.find_base(folder.tuned, [tmp_path / "stranger"]).verdict == "none"
+    with pytest.raises(BaseModelError, match="same shapes, other weights"):
+        require_related(folder.tuned, tmp_path / "stranger")
+
+
 def test_without_a_base(folders, tmp_path):
     folder = folders("fp8")
     report = fm_delta.compress_checkpoint(folder.tuned, None, tmp_path / "small", verify=True)
@@ -176,8 +190,12 @@ def test_merges_and_loras_of_quantized_models_are_refused(folders, tmp_path):
     for fine_tune in (folder.tuned, folder.small):
         with pytest.raises(HfExtError, match="16 or 32 bits"):
             fm_delta.extract_lora(fine_tune, folder.base, tmp_path / "out")
-    with pytest.raises(HfExtError, match="16 or 32 bits"):
-        fm_delta.switch(model_for("fp8"), folder.small)
+    shutil.copytree(folder.tuned, tmp_path / "adapted")
+    adapter = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
+    get_peft_model(model_for("fp8"), adapter).save_pretrained(tmp_path / "adapted")
+    for fine_tune in (folder.small, tmp_path / "adapted"):
+        with pytest.raises(HfExtError, match="16 or 32 bits"):
+            fm_delta.switch(model_for("fp8"), fine_tune)
     assert not (tmp_path / "out").exists()
 
 

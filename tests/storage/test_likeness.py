@@ -79,3 +79,9 @@ def test_nothing_is_read_where_too_little_is_shared(tmp_path):
     other = open_folder(tmp_path / "other", {"lm_head.weight": weights()["lm_head.weight"]})
     assert likeness(src, other).agreement > 0.9
     assert likeness(src, other, 0.5).agreement == 0
+
+
+def test_masks_that_all_models_of_a_kind_share_do_not_count(tmp_path):
+    mask = {"model.layers.0.attn.bias": torch.ones(256, 256, dtype=torch.uint8).tril()}
+    one, other = (Checkpoint(write_folder(tmp_path / str(i), weights(seed=i) | mask)) for i in range(2))
+    assert likeness(one, other).agreement < 0.35

@@ -38,7 +38,7 @@ class StoredFormat(QuantizationConfig):
         stored = cls(config)
         if not (original := config.get("quantization")):
             return stored
-        theirs = get_quantization_config(original["quant_method"]).from_config(original)
+        theirs = get_quantization_config(original.get("quant_method", "")).from_config(original)
         kind = type(theirs)
         # vLLM's other processes get it pickled, and must replace their default loader as well.
         theirs.__class__ = type(kind.__name__, (kind,), {"__reduce__": lambda self: (cls.from_config, (config,))})
