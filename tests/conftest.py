@@ -9,6 +9,10 @@ import processes  # noqa: F401  # makes forks safe
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_XET": "1"}
 
 
+def pytest_addoption(parser) -> None:
+    parser.addoption("--sglang-reader", metavar="FILE", help="SGLang's local_checkpoint.py, to read what is published for it")
+
+
 def pytest_configure(config) -> None:
     if "TINY_MODELS" not in os.environ:  # workers and the processes that tests start have it from here
         shared = TemporaryDirectory(prefix="tiny-models-")

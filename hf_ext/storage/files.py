@@ -134,11 +134,11 @@ def _publish(stage: Path, target: Path, stale: set[Path], replaces: bool) -> Non
     if not replaces:
         require_new(files, stage, target)
     for path in (*(path for path, entry in entries.items() if not stat.S_ISLNK(entry.st_mode)), Path()):
-        _flush(stage / path)
+        flush(stage / path)
     if not os.path.lexists(target):
         try:
             os.rename(stage, target)
-            return _flush(target.parent)
+            return flush(target.parent)
         except OSError:
             if not os.path.lexists(target):  # else another process has just created it, for example in distributed training
                 raise
@@ -147,7 +147,7 @@ def _publish(stage: Path, target: Path, stale: set[Path], replaces: bool) -> Non
         return
     moves = {"files": [path.as_posix() for path in files], "dropped": [path.as_posix() for path in dropped]}
     (stage / MOVES).write_text(json.dumps(moves), encoding="utf-8")
-    _flush(stage / MOVES)
+    flush(stage / MOVES)
     os.rename(stage, target / MOVING)
     _complete_move(target)
 
@@ -172,7 +172,7 @@ def _exchanged(stage: Path, target: Path, files: set[Path], dropped: set[Path]) 
         return False
     if not _exchange(stage, target):
         return False
-    _flush(target.parent)
+    flush(target.parent)
     # Other processes may have written into the folder meanwhile, for example in distributed training.
     for path, entry in scan(stage).items():
         new = path not in before or before[path].st_ino != entry.st_ino
@@ -206,7 +206,7 @@ def _complete_move(target: Path) -> None:
             if os.path.lexists(stage / path):
                 (target / path).parent.mkdir(parents=True, exist_ok=True)
                 os.replace(stage / path, target / path)
-        _flush(target)
+        flush(target)
     _delete(stage)
 
 
@@ -235,7 +235,7 @@ def _require_places(files: Iterable[Path], target: Path) -> None:
             raise CheckpointError(f"{folder} is a link, and files are to be written into a folder of that name. Move it away.")
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
     """Writes a file or the names in a folder to the disk, if the system caches them."""
     # Some file systems cannot flush folders. The mode of a file, which may be a copy, may forbid to open it.
     with contextlib.suppress(OSError if path.is_dir() else PermissionError):
@@ -340,7 +340,7 @@ def write_atomically(path: str | os.PathLike, write: Callable[[Path], object]) -
     beside.unlink(missing_ok=True)  # it could be a link
     try:
         write(beside)
-        _flush(beside)
+        flush(beside)
         os.replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)

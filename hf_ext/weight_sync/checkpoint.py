@@ -18,7 +18,7 @@ from hf_ext.storage.layout import select_weights
 from hf_ext.storage.safetensors_file import RawTensor, SafetensorsFile
 from hf_ext.storage.weights import KEY, open_weights
 from hf_ext.weight_sync.places import Place
-from hf_ext.weight_sync.subscriber import Subscriber
+from hf_ext.weight_sync.sglang_layout import open_reader
 
 RECORD = "step.json"  # in the folder: the step of its weights
 
@@ -41,7 +41,7 @@ class LocalCheckpoint:
 
     def __init__(self, folder: str | os.PathLike, place: str | os.PathLike | Place):
         self.folder = Path(folder).absolute()
-        self._subscriber = Subscriber(place)
+        self._reader = open_reader(place)
         self._lock = Lock()  # of several servers, one updates
         self._files: dict[str, list[int]] = {}  # those that are open
         self._weights: dict[str, torch.Tensor] = {}
@@ -56,21 +56,23 @@ class LocalCheckpoint:
             CorruptFileError: damaged files prevent the update. The weights are unchanged, unless the message says otherwise.
         """
         with self._lock, locked(self.folder):
-            if self._subscriber.step == step and self.has(step):
-                return
             path, before = self.folder / RECORD, self._record()
+            if before is None or self._reader.step is None:
+                self._reader = open_reader(self._reader.place)  # of what is there by now
+            elif self._reader.step == before.get("step") == step:
+                return
             path.unlink(missing_ok=True)
             try:
                 self._open()
-                self._subscriber.update(self._weights, step, strict=True)
+                self._reader.update(self._weights, step, strict=True)
             except Exception:
-                if before and not self._subscriber.is_mixed:
+                if before and not self._reader.is_mixed:
                     write_json(path, before)
                 raise
             files = _files(self.folder)
             if _identities(files) != _identities(self._files):
                 raise CheckpointError(f"Weights in {self.folder} were replaced during the update to step {step}. Repeat it.")
-            write_json(path, {"place": str(self._subscriber.place), "step": int(step), "files": files})
+            write_json(path, {"place": str(self._reader.place), "step": int(step), "files": files})
 
     def has(self, step: int) -> bool:
         """Checks whether the folder has the weights of a step, and no other program has changed its files since."""
@@ -81,7 +83,7 @@ class LocalCheckpoint:
         """Returns the contents of `step.json`; None if there is none, or if other weights are in the folder by now."""
         with suppress(OSError, ValueError, AttributeError):
             record = json.loads((self.folder / RECORD).read_text())
-            if (record.get("place"), record.get("files")) == (str(self._subscriber.place), _files(self.folder)):
+            if (record.get("place"), record.get("files")) == (str(self._reader.place), _files(self.folder)):
                 return record
         return None
 

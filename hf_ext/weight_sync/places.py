@@ -24,7 +24,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import validate_repo_id
 
 from hf_ext.errors import CheckpointError
-from hf_ext.storage.files import write_atomically
+from hf_ext.storage.files import flush, write_atomically
 from hf_ext.storage.mapped import MappedFile
 
 HUB, BUCKETS = "hf://", "hf://buckets/"
@@ -38,7 +38,7 @@ class Place(Protocol):
     def put(self, files: Mapping[str, bytes], remove: Collection[str] = ()) -> None:
         """Stores files in the order given, each whole or not at all, replacing those of the same names; then removes others.
 
-        The last file is an index that names the files before it.
+        An index is the last file of its call. It names files of this call and of earlier ones.
         """
 
     def get(self, name: str) -> Buffer:
@@ -62,6 +62,7 @@ class Folder:
         self.path.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
             write_atomically(self.path / name, partial(Path.write_bytes, data=content))
+        flush(self.path)
         for name in remove:
             (self.path / name).unlink(missing_ok=True)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from hf_ext.errors import CheckpointError
@@ -24,6 +25,13 @@ class Rows(NamedTuple):
     tensor: torch.Tensor
     begin: int
     shape: tuple[int, ...]
+
+
+class Weights(NamedTuple):
+    """The parts of all weights in this machine's memory, by key, and what they are parts of."""
+
+    tensors: dict[str, torch.Tensor]
+    parts: dict[str, Part]
 
 
 NamedTensors = Mapping[str, torch.Tensor | Rows] | Iterable[tuple[str, torch.Tensor | Rows]]
@@ -90,3 +98,9 @@ def split(name: str, rows: Rows) -> Iterator[tuple[str, Part, torch.Tensor]]:
     for first in range(0, len(tensor), at_once):
         part = tensor[first : first + at_once]
         yield f"{name}[{begin + first}:{begin + first + len(part)}]", Part(name, begin + first, shape), part
+
+
+def equal(one: np.ndarray, other: np.ndarray) -> bool:
+    """Checks whether the bytes of two tensors are equal."""
+    words = np.uint8 if one.size % 8 else np.uint64
+    return np.array_equal(one.view(words), other.view(words))

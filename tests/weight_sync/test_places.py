@@ -62,7 +62,7 @@ def test_a_repository_on_the_hub_is_a_place(tmp_path: Path):
         repo = hub.repos["user/run"]
         weights_there = [name for name in repo.at("main").files if name.endswith(".safetensors")]
         assert len(weights_there) == 3  # two steps and an anchor; the others are removed
-        assert sum("Publish" in commit.summary for commit in repo.commits.values()) == 4  # a step is one commit
+        assert sum("Publish" in commit.summary for commit in repo.commits.values()) == 5  # taking the place, and each step
 
 
 def test_a_bucket_on_the_hub_is_a_place(tmp_path: Path):
