@@ -7,4 +7,5 @@ from .servers import SGLangServer as SGLangServer
 from .servers import VLLMServer as VLLMServer
 from .servers import follow as follow
 from .subscriber import Subscriber as Subscriber
+from .training import PlaceTransfer as PlaceTransfer
 from .training import PublishWeights as PublishWeights

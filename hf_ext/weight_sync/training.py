@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from hf_ext.integration.compat import unsaved
 from hf_ext.weight_sync.places import Place
 from hf_ext.weight_sync.publisher import Publisher
 from hf_ext.weight_sync.rows import checkpoint_name
+from hf_ext.weight_sync.servers import Follower
 
 logger = logging.get_logger(__name__)
 
@@ -124,6 +125,40 @@ class PublishWeights(TrainerCallback):
             logger.warning(f"A step could not be published: {error}")
             return False
         return True
+
+
+class PlaceTransfer:
+    """Sends the weights of TRL's `AsyncGRPOTrainer(weight_transfer=…)` to a server through a place.
+
+    Each synchronization is a step, which the server prepares while it generates; only then it pauses.
+
+    Args:
+        publisher: writes the steps. Give it the type in which the server holds its weights: `Publisher(place, dtype=…)`.
+        server: the server to bring to each step, or another follower. It must read the publisher's place.
+    """
+
+    def __init__(self, publisher: Publisher, server: Follower):
+        self.publisher, self.server = publisher, server
+
+    def init_weight_transfer(self) -> None:
+        """Does nothing: the server opens the place when it takes the first step."""
+
+    def pause(self) -> None:
+        """Does nothing: the server pauses when it has prepared the step."""
+
+    def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Publishes a step, and brings the server to it."""
+        step = self.publisher.next_step
+        self.publisher.publish(iterator, step)
+        self.publisher.wait()
+        self.server.update(step)
+
+    def resume(self) -> None:
+        """Does nothing: the server has resumed."""
+
+    def destroy(self) -> None:
+        """Ends the publisher's thread."""
+        self.publisher.close()
 
 
 def checkpoint_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
