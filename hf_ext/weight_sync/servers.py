@@ -31,8 +31,7 @@ LONGEST_PAUSE = 30.0  # seconds between two attempts after many failures
 class Follower(Protocol):
     """A server or checkpoint that `follow` updates. `str()` gives its name in messages.
 
-    It may also have a method `prepare(step)`, which `follow` calls before `update`. That does what can be done while the server
-    serves.
+    It may also have a method `prepare(step)`, which `follow` calls before `update`, for the work that needs no pause.
     """
 
     def update(self, step: int) -> None: ...
@@ -118,18 +117,15 @@ class VLLMServer(_Server):
         while time.monotonic() < begin + LONGEST:
             try:
                 workers = json.loads(self._call("collective_rpc", content))["results"]
-                reasons = [worker["error"] for worker in workers if worker["error"]]
-                is_ready = all(worker["is_ready"] for worker in workers)
-            except (ValueError, LookupError, TypeError):
-                return  # no answer of this package's
-            except ServerError as error:
-                if getattr(error.__cause__, "code", None) in (404, 500):
-                    return  # it does not know the call or, without this package, the method
-                raise
-            if reasons:
-                raise ServerError(f"{self} cannot read step {step}: {reasons[0]}")
-            if is_ready:
-                return
+                if all(worker["is_ready"] for worker in workers):
+                    return
+                errors = [worker["error"] for worker in workers if worker["error"]]
+            except (ServerError, ValueError, LookupError, TypeError) as error:
+                if isinstance(error, ServerError) and getattr(error.__cause__, "code", None) not in (404, 500):
+                    raise
+                return  # it does not know the call or, without this package, the method
+            if errors:
+                raise ServerError(f"{self} cannot read step {step}: {errors[0]}")
             time.sleep(pause)
             pause = min(2 * pause, 0.5)
         raise ServerError(f"{self} has not read step {step} in {LONGEST} seconds.")
@@ -207,8 +203,8 @@ def follow(
     """Updates servers to each new step until all are at step `stop_at_step` or beyond; by default without end.
 
     An update goes to the newest step, and skips steps that were published during the previous update. A slow server delays no
-    other one. A server that was restarted is updated again. Errors are logged. What failed is tried again, first after
-    `poll_interval` seconds, then after pauses that double up to 30 seconds.
+    other one, unless both load the same `LocalCheckpoint`. A server that was restarted is updated again. Errors are logged.
+    What failed is tried again, first after `poll_interval` seconds, then after pauses that double up to 30 seconds.
 
     Args:
         place: place of the steps.
@@ -227,6 +223,7 @@ def follow(
     attempts = [_Attempts(poll_interval, give_up_after, tell) for _ in servers]
     reached = [-1 for _ in servers]  # their steps; -1: none, or unknown
     running: dict[int, tuple[int, Future[str]]] = {}  # by the server's number: the step that it is being brought to
+    sources = [id(getattr(server, "checkpoint", server)) for server in servers]  # a folder must not change while one loads it
     newest, is_first_look = -1, True
 
     with ThreadPoolExecutor(len(servers)) as pool:
@@ -238,8 +235,10 @@ def follow(
                 if steps == [] and is_first_look:
                     tell(f"{place} has no steps yet. Waiting for the first.")
                 is_first_look = is_first_look and steps is None
+            loading = {sources[number]: step for number, (step, _) in running.items()}
             for number, server in enumerate(servers):
-                if newest >= 0 and number not in running and attempts[number].is_due():
+                is_free = number not in running and loading.get(sources[number], newest) == newest
+                if newest >= 0 and is_free and attempts[number].is_due():
                     running[number] = newest, pool.submit(_update, server, newest, reached[number] == newest)
             wait((updating for _, updating in running.values()), poll_interval)
             for number, (step, updating) in list(running.items()):

@@ -119,8 +119,8 @@ def test_a_server_that_hangs_delays_no_other(http: ThreadingHTTPServer, tmp_path
     publish(tmp_path, range(1))
     with serving() as hung:
         hung.hanging["/start_weight_update"] = released
-        follower = [VLLMServer(server.url, tmp_path) for server in (hung, http)]
-        assert follow(tmp_path, follower, stop_at_step=2, poll_interval=0.01, tell=tell) == 2
+        followers = [VLLMServer(server.url, tmp_path) for server in (hung, http)]
+        assert follow(tmp_path, followers, stop_at_step=2, poll_interval=0.01, tell=tell) == 2
     assert [text.split(" (")[0] for text in messages[:3]] == [f"{http.url} is at step {step}" for step in range(3)]
     assert re.fullmatch(r".* is at step 0 \(prepared in \d+\.\d\d s, paused for \d+\.\d\d s\)\.", messages[0])
     steps = [content for path, content, _ in hung.requests if path == "/update_weights"]
@@ -234,6 +234,28 @@ def test_several_sglang_servers_load_one_folder(http: ThreadingHTTPServer, tmp_p
         "Bearer key",
     )
     assert {path for path, _, _ in http.requests} == {"/update_weights_from_disk"}
+
+
+def test_a_folder_does_not_change_while_a_server_loads_it(http: ThreadingHTTPServer, tmp_path: Path):
+    publish(tmp_path / "run", range(1))
+    save_file(weights(0), write_config(tmp_path / "model") / "model.safetensors")
+    local, released, steps = LocalCheckpoint(tmp_path / "model", tmp_path / "run"), threading.Event(), []
+
+    def release() -> None:
+        steps.append(local.has(0))
+        released.set()
+
+    def tell(text: str) -> None:
+        if not steps and text.startswith(f"{http.url} is at step 0"):
+            publish(tmp_path / "run", range(1, 2), resume=True)
+            threading.Timer(0.3, release).start()
+
+    with serving() as slow:
+        slow.hanging["/update_weights_from_disk"] = released
+        followers = [SGLangServer(server.url, local) for server in (slow, http)]
+        assert follow(tmp_path / "run", followers, stop_at_step=1, poll_interval=0.01, tell=tell) == 1
+        versions = [json.loads(content)["weight_version"] for _, content, _ in slow.requests]
+    assert steps == [True] and versions == ["0", "1"] and local.has(1)
 
 
 def test_an_sglang_server_loads_no_step_that_the_folder_lacks(http: ThreadingHTTPServer, tmp_path: Path):

@@ -24,7 +24,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from hf_ext.serving.vllm.models import whole_layers
 from hf_ext.storage.hub import absolute_path
 from hf_ext.weight_sync.publisher import Publisher
-from hf_ext.weight_sync.shared_memory import Share, SharedTensors, machine
+from hf_ext.weight_sync.shared_memory import SharedTensors, machine
 from hf_ext.weight_sync.subscriber import Subscriber
 
 logger = init_logger(f"vllm.{__name__}")
@@ -87,17 +87,15 @@ class PlaceEngine(WeightTransferEngine[PlaceInitInfo, PlaceUpdateInfo]):
             `error`: the error that prevented it, or None. The next call tries again.
         """
         self.init_transfer_engine(PlaceInitInfo(place))
-        if self._subscriber is None:  # the first worker of this machine reads the step
-            return {"is_ready": True, "error": None}
-        reading = self._read(self._subscriber, step)
-        if not reading.done():
-            return {"is_ready": False, "error": None}
-        error = reading.exception()
-        if error is None:
-            return {"is_ready": True, "error": None}
-        self._reading = None
-        logger.warning("Step %d of %s cannot be read: %s", step, place, error)
-        return {"is_ready": False, "error": f"{type(error).__name__}: {error}"}
+        is_done, error = True, None
+        if self._subscriber is not None:  # otherwise, the first worker of this machine reads the step
+            reading = self._read(self._subscriber, step)
+            is_done = reading.done()
+            error = reading.exception() if is_done else None
+        if error is not None:
+            self._reading = None
+            logger.warning("Step %d of %s cannot be read: %s", step, place, error)
+        return {"is_ready": is_done and error is None, "error": error and f"{type(error).__name__}: {error}"}
 
     def start_weight_update(self) -> None:
         """Does nothing."""
@@ -110,7 +108,7 @@ class PlaceEngine(WeightTransferEngine[PlaceInitInfo, PlaceUpdateInfo]):
         step = update_info.step
         names, share = _in_all_workers(step, lambda: self._offer(step))[self._first]
         tensors: dict[str, torch.Tensor] = {}
-        _in_all_workers(step, lambda: tensors.update(self._open(share)))
+        _in_all_workers(step, lambda: tensors.update(self._subscriber.tensors if self._subscriber else share.open()))
         self._unloaded = None  # until all have loaded
         _in_all_workers(step, lambda: self._load(tensors, names))
         self._unloaded = set()
@@ -132,12 +130,10 @@ class PlaceEngine(WeightTransferEngine[PlaceInitInfo, PlaceUpdateInfo]):
                 self._unloaded.update(subscriber.changed)
 
         if self._reading is None or self._reading[0] != step:
-            if self._reading is not None:
-                self._reading[1].cancel()  # if it waits for the thread
             self._reading = step, self._thread.submit(read)
         return self._reading[1]
 
-    def _offer(self, step: int) -> tuple[list[str], Share | None]:
+    def _offer(self, step: int) -> tuple[list[str], Any]:
         """Returns which tensors the workers of this machine have to load, and where they are. Only the first worker knows."""
         if self._place is None:
             raise RuntimeError("Give the place of the training first: POST /init_weight_transfer_engine.")
@@ -147,15 +143,8 @@ class PlaceEngine(WeightTransferEngine[PlaceInitInfo, PlaceUpdateInfo]):
             self._read(self._subscriber, step).result()
         finally:
             self._reading = None
-        unloaded = self._unloaded
-        names = whole_layers(self._subscriber.tensors, lambda name: unloaded is None or name in unloaded)
+        names = whole_layers(self._subscriber.tensors, lambda name: self._unloaded is None or name in self._unloaded)
         return list(names), self._shared.share if self._shared else None
-
-    def _open(self, share: Share | None) -> dict[str, torch.Tensor]:
-        if self._subscriber is not None:
-            return self._subscriber.tensors
-        assert share is not None  # there is a first worker
-        return share.open()
 
     def _load(self, tensors: dict[str, torch.Tensor], names: list[str]) -> None:
         if names:
