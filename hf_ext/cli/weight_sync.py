@@ -42,7 +42,7 @@ def follow(
         Literal["wait", "keep", "abort"],
         typer.Option(
             "--requests",
-            help="Requests that run when an update arrives: wait until they are done, keep them running, or abort them.",
+            help="Requests that run when a server loads a step: wait until they are done, keep them running, or abort them.",
         ),
     ] = "wait",
     stop_at_step: Annotated[

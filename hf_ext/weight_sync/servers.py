@@ -8,7 +8,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from http.client import HTTPException
 from typing import Literal, Protocol, TypeVar
@@ -29,7 +29,10 @@ LONGEST_PAUSE = 30.0  # seconds between two attempts after many failures
 
 
 class Follower(Protocol):
-    """A server or checkpoint that `follow` updates. `str()` gives its name in messages."""
+    """A server or checkpoint that `follow` updates. `str()` gives its name in messages.
+
+    It may also have a method `prepare(step)`, which `follow` calls before `update`, for the work that needs no pause.
+    """
 
     def update(self, step: int) -> None: ...
 
@@ -103,12 +106,37 @@ class VLLMServer(_Server):
         self.requests = requests
         self.place = str(opened.path.absolute()) if isinstance(opened, Folder) else str(opened)
 
+    def prepare(self, step: int) -> None:
+        """Lets the server read a step while it serves, and waits until it has. A server that cannot is not prepared.
+
+        Raises:
+            ServerError: the server cannot be reached, cannot read the step, or takes longer than `LONGEST`.
+        """
+        content = {"method": "prepare_weights", "kwargs": {"place": self.place, "step": step}}
+        begin, pause = time.monotonic(), 0.01
+        while time.monotonic() < begin + LONGEST:
+            try:
+                workers = json.loads(self._call("collective_rpc", content))["results"]
+                if all(worker["is_ready"] for worker in workers):
+                    return
+                errors = [worker["error"] for worker in workers if worker["error"]]
+            except (ServerError, ValueError, LookupError, TypeError) as error:
+                if isinstance(error, ServerError) and getattr(error.__cause__, "code", None) not in (404, 500):
+                    raise
+                return  # it does not know the call or, without this package, the method
+            if errors:
+                raise ServerError(f"{self} cannot read step {step}: {errors[0]}")
+            time.sleep(pause)
+            pause = min(2 * pause, 0.5)
+        raise ServerError(f"{self} has not read step {step} in {LONGEST} seconds.")
+
     def update(self, step: int) -> None:
-        """Updates the server to a step. If the update fails, the server keeps its current weights.
+        """Updates the server to a step, which it reads before it pauses. If the update fails, it keeps its current weights.
 
         Raises:
             ServerError: the server cannot be reached, or rejects the update; the message contains its answer.
         """
+        self.prepare(step)
         try:
             self._call(f"pause?mode={self.requests}", {})
         except ServerError:
@@ -148,6 +176,10 @@ class SGLangServer(_Server):
         super().__init__(url, api_key)
         self.checkpoint, self.requests = checkpoint, requests
 
+    def prepare(self, step: int) -> None:
+        """Updates the checkpoint. See `LocalCheckpoint.update` for errors."""
+        self.checkpoint.update(step)
+
     def update(self, step: int) -> None:
         """Updates the checkpoint, then the server. If the checkpoint cannot be updated, the server is not told of the step.
 
@@ -155,7 +187,7 @@ class SGLangServer(_Server):
             CheckpointError, CorruptFileError: see `LocalCheckpoint.update`.
             ServerError: the server cannot be reached, or rejects the update; the message contains its answer.
         """
-        self.checkpoint.update(step)
+        self.prepare(step)
         options = {"weight_version": str(step), "abort_all_requests": self.requests == "abort"}
         self._call("update_weights_from_disk", {"model_path": str(self.checkpoint)} | options)
 
@@ -170,9 +202,9 @@ def follow(
 ) -> int:
     """Updates servers to each new step until all are at step `stop_at_step` or beyond; by default without end.
 
-    An update goes to the newest step, and skips steps that were published during the previous update. A server that was
-    restarted is updated again. Errors are logged. What failed is tried again, first after `poll_interval` seconds, then after
-    pauses that double up to 30 seconds.
+    An update goes to the newest step, and skips steps that were published during the previous update. A slow server delays no
+    other one, unless both load the same `LocalCheckpoint`. A server that was restarted is updated again. Errors are logged.
+    What failed is tried again, first after `poll_interval` seconds, then after pauses that double up to 30 seconds.
 
     Args:
         place: place of the steps.
@@ -190,32 +222,49 @@ def follow(
     subscriber, reading = Subscriber(place), _Attempts(poll_interval, give_up_after, tell)
     attempts = [_Attempts(poll_interval, give_up_after, tell) for _ in servers]
     reached = [-1 for _ in servers]  # their steps; -1: none, or unknown
+    running: dict[int, tuple[int, Future[str]]] = {}  # by the server's number: the step that it is being brought to
+    sources = [id(getattr(server, "checkpoint", server)) for server in servers]  # a folder must not change while one loads it
     newest, is_first_look = -1, True
-
-    def update(number: int) -> bool:
-        """Brings a server to the newest step. Returns false if it was there."""
-        is_new = reached[number] != newest or not servers[number].has(newest)
-        if is_new:
-            servers[number].update(newest)
-        return is_new
 
     with ThreadPoolExecutor(len(servers)) as pool:
         while True:
+            next_look = time.monotonic() + poll_interval
             if reading.is_due():
                 steps = reading.result(subscriber.steps, "The place is read again.")
                 newest = max(steps or (), default=-1)
                 if steps == [] and is_first_look:
                     tell(f"{place} has no steps yet. Waiting for the first.")
                 is_first_look = is_first_look and steps is None
-            due = [number for number in range(len(servers)) if newest >= 0 and attempts[number].is_due()]
-            for number, updating in [(number, pool.submit(update, number)) for number in due]:
-                is_new = attempts[number].result(updating.result, f"Step {newest} is tried again.")
-                reached[number] = -1 if is_new is None else newest
-                if is_new:
-                    tell(f"{servers[number]} is at step {newest}.")
+            loading = {sources[number]: step for number, (step, _) in running.items()}
+            for number, server in enumerate(servers):
+                is_free = number not in running and loading.get(sources[number], newest) == newest
+                if newest >= 0 and is_free and attempts[number].is_due():
+                    running[number] = newest, pool.submit(_update, server, newest, reached[number] == newest)
+            wait((updating for _, updating in running.values()), poll_interval)
+            for number, (step, updating) in list(running.items()):
+                if updating.done():
+                    del running[number]
+                    duration = attempts[number].result(updating.result, f"Step {step} is tried again.")
+                    reached[number] = -1 if duration is None else step
+                    if duration:
+                        tell(f"{servers[number]} is at step {step} ({duration}).")
             if stop_at_step is not None and min(reached) >= stop_at_step:
                 return min(reached)
-            time.sleep(poll_interval)
+            time.sleep(max(next_look - time.monotonic(), 0))
+
+
+def _update(server: Follower, step: int, was_there: bool) -> str:
+    """Brings a server to a step. Returns how long that took, for a message; "" if the server was there and still is."""
+    if was_there and server.has(step):
+        return ""
+    begin = time.monotonic()
+    prepare = getattr(server, "prepare", None)
+    if prepare is not None:
+        prepare(step)
+    prepared = time.monotonic()
+    server.update(step)
+    seconds = f"{time.monotonic() - prepared:.2f} s"
+    return f"updated in {seconds}" if prepare is None else f"prepared in {prepared - begin:.2f} s, paused for {seconds}"
 
 
 class _Attempts:

@@ -16,6 +16,7 @@ from hf_ext.weight_sync.memory import Home, KeptTensor, Piece, rows_of
 from hf_ext.weight_sync.places import Place, open_place
 from hf_ext.weight_sync.plan import Parts, Plan, Planner, State, common_steps, read_indices
 from hf_ext.weight_sync.rows import checkpoint_name
+from hf_ext.weight_sync.shared_memory import Kind
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +29,7 @@ class Subscriber:
 
     Args:
         place: as for `Publisher`.
+        allocate: allocates the tensors that this object keeps. Defaults to memory of this process.
 
     Attributes:
         is_mixed: true after an update that failed halfway: the tensors are of no one step.
@@ -35,8 +37,13 @@ class Subscriber:
         changed: names of the published tensors that the last `update` changed.
     """
 
-    def __init__(self, place: str | os.PathLike | Place):
+    def __init__(
+        self,
+        place: str | os.PathLike | Place,
+        allocate: Callable[[Mapping[str, Kind]], dict[str, torch.Tensor]] | None = None,
+    ):
         self.place = open_place(place)
+        self._allocate = allocate or _allocate
         self.is_mixed = False
         self.tensors: dict[str, torch.Tensor] = {}
         self.changed: set[str] = set()
@@ -104,7 +111,7 @@ class Subscriber:
     ) -> dict[str, tuple[torch.Tensor, Piece]]:
         """Returns the caller's tensor for each published one that it keeps, and where in it."""
         if named_tensors is None:
-            self.tensors = {name: self._copy(name, parts) for name, parts in layout.items()}
+            self.tensors = self._copies(layout)
             return {name: (copy, Piece(name)) for name, copy in self.tensors.items()}
         if locate is None:
             named_tensors = {checkpoint_name(name): tensor for name, tensor in named_tensors.items()}
@@ -146,18 +153,18 @@ class Subscriber:
                 if in_place and (first, last) == (part.begin, part.end(header)):
                     homes[key] = Home(callers)
                 else:
-                    self.tensors[name] = self._copy(name, parts)
+                    self.tensors |= self._copies({name: parts})
                     copy = torch.atleast_1d(self.tensors[name])[part.begin : part.end(header)]
                     homes[key] = Home(copy, callers, skipped=first - part.begin, is_new=not is_as_left)
         return homes
 
-    def _copy(self, name: str, parts: Parts) -> torch.Tensor:
-        """Returns this object's copy of a tensor, at first without values. Memory is taken only for what is written there."""
-        _, part, header = parts[0]
-        copy, dtype = self.tensors.get(name), torch_dtype(header.dtype)
-        if copy is None or (copy.shape, copy.dtype) != (part.shape, dtype):  # that of another run
-            return torch.empty(part.shape, dtype=dtype)
-        return copy
+    def _copies(self, layout: Mapping[str, Parts]) -> dict[str, torch.Tensor]:
+        """Returns this object's copies of tensors, at first without values. Memory is taken only for what is written there."""
+        kinds = {name: (torch_dtype(header.dtype), part.shape) for name, [(_, part, header), *_] in layout.items()}
+        copies = {name: self.tensors[name] for name in kinds if name in self.tensors}
+        if {name: (copy.dtype, tuple(copy.shape)) for name, copy in copies.items()} != kinds:  # those of another run
+            return self._allocate(kinds)
+        return copies
 
     def _apply(self, plan: Plan, homes: Mapping[str, Home]) -> None:
         """Changes the parts that are not up to date, and copies their rows to the caller."""
@@ -169,6 +176,10 @@ class Subscriber:
         except (BaseModelError, CorruptFileError) as error:
             raise CorruptFileError(f"{error} The tensors are now of no one step: update them again.") from error
         self._state, self.is_mixed = plan.state, False
+
+
+def _allocate(kinds: Mapping[str, Kind]) -> dict[str, torch.Tensor]:
+    return {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in kinds.items()}
 
 
 def _checksums(parts: Parts) -> list[int]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -14,12 +16,17 @@ from tiny_runs import publish, same, weights
 
 from hf_ext.cli.main import main
 from hf_ext.errors import CheckpointError, ServerError
-from hf_ext.weight_sync import LocalCheckpoint, Publisher, SGLangServer, VLLMServer
+from hf_ext.weight_sync import LocalCheckpoint, Publisher, SGLangServer, VLLMServer, servers
 from hf_ext.weight_sync.servers import follow
+
+READY, READING = {"is_ready": True, "error": None}, {"is_ready": False, "error": None}
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers each request with the status that `answers` has for its path, and notes it, but for questions of its version."""
+    """Answers each request with the status that `answers` has for its path, and notes it, but for questions of its version.
+
+    Two workers prepare each step: the answers in `workers` come first, then both are ready.
+    """
 
     def do_GET(self) -> None:
         self.send_response(200)
@@ -29,32 +36,103 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         content = self.rfile.read(int(self.headers["Content-Length"])).decode()
         self.server.requests.append((self.path, content, self.headers["Authorization"]))
+        if self.path in self.server.hanging:
+            self.server.hanging[self.path].wait(60)
         self.server.version = json.loads(content).get("weight_version", self.server.version)
         status = self.server.answers.pop(self.path, 200)
         self.send_response(status)
         self.end_headers()
-        self.wfile.write(b"what went wrong" if status != 200 else b"{}")
+        workers = self.server.workers.pop(0) if self.path == "/collective_rpc" and self.server.workers else [READY, READY]
+        self.wfile.write(b"what went wrong" if status != 200 else json.dumps({"results": workers}).encode())
 
     def log_message(self, *args: object) -> None: ...
 
 
-@pytest.fixture
-def http() -> Iterator[ThreadingHTTPServer]:
+@contextmanager
+def serving() -> Iterator[ThreadingHTTPServer]:
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        server.requests, server.answers, server.version = [], {}, "default"
+        server.requests, server.answers, server.workers, server.hanging, server.version = [], {}, [], {}, "default"
         server.url = f"http://127.0.0.1:{server.server_port}"
         threading.Thread(target=server.serve_forever).start()
         yield server
         server.shutdown()
 
 
+@pytest.fixture
+def http() -> Iterator[ThreadingHTTPServer]:
+    with serving() as server:
+        yield server
+
+
+def paths(http: ThreadingHTTPServer) -> list[str]:
+    return [path for path, _, _ in http.requests]
+
+
+UPDATE = ["/pause?mode=wait", "/init_weight_transfer_engine", "/start_weight_update", "/update_weights"]
+UPDATE += ["/finish_weight_update", "/resume"]
+
+
+def test_a_server_pauses_only_when_its_workers_are_ready(http: ThreadingHTTPServer, tmp_path: Path):
+    http.workers = [[READING, READING], [READY, READING], [READY, READY]]
+    VLLMServer(http.url, tmp_path).update(3)
+    assert paths(http) == ["/collective_rpc"] * 3 + UPDATE
+    content = {"method": "prepare_weights", "kwargs": {"place": str(tmp_path), "step": 3}}
+    assert json.loads(http.requests[0][1]) == content
+
+
+def test_a_server_that_cannot_read_a_step_does_not_pause(http: ThreadingHTTPServer, tmp_path: Path):
+    http.workers = [[READY, {"is_ready": False, "error": "CorruptFileError: damaged"}]]
+    with pytest.raises(ServerError, match=r"cannot read step 3: CorruptFileError: damaged"):
+        VLLMServer(http.url, tmp_path).update(3)
+    http.answers["/collective_rpc"] = 401
+    with pytest.raises(ServerError, match="refused /collective_rpc: 401"):
+        VLLMServer(http.url, tmp_path).update(3)
+    assert paths(http) == ["/collective_rpc"] * 2
+
+
+def test_a_server_that_does_not_end_to_read_is_given_up(http: ThreadingHTTPServer, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(servers, "LONGEST", 0.2)
+    http.workers = [[READING]] * 100
+    with pytest.raises(ServerError, match=r"has not read step 3 in 0.2 seconds"):
+        VLLMServer(http.url, tmp_path).prepare(3)
+
+
+@pytest.mark.parametrize("status", [404, 500])
+def test_a_server_that_cannot_prepare_is_updated_all_the_same(http: ThreadingHTTPServer, tmp_path: Path, status: int):
+    http.answers["/collective_rpc"] = status
+    VLLMServer(http.url, tmp_path).update(3)
+    http.workers = ["something else"]
+    VLLMServer(http.url, tmp_path).update(4)
+    assert paths(http) == ["/collective_rpc", *UPDATE] * 2
+
+
+def test_a_server_that_hangs_delays_no_other(http: ThreadingHTTPServer, tmp_path: Path):
+    messages, released = [], threading.Event()
+
+    def tell(text: str) -> None:
+        messages.append(text)
+        if len(messages) < 3:
+            publish(tmp_path, range(len(messages), len(messages) + 1), resume=True)
+        else:
+            released.set()
+
+    publish(tmp_path, range(1))
+    with serving() as hung:
+        hung.hanging["/start_weight_update"] = released
+        followers = [VLLMServer(server.url, tmp_path) for server in (hung, http)]
+        assert follow(tmp_path, followers, stop_at_step=2, poll_interval=0.01, tell=tell) == 2
+    assert [text.split(" (")[0] for text in messages[:3]] == [f"{http.url} is at step {step}" for step in range(3)]
+    assert re.fullmatch(r".* is at step 0 \(prepared in \d+\.\d\d s, paused for \d+\.\d\d s\)\.", messages[0])
+    steps = [content for path, content, _ in hung.requests if path == "/update_weights"]
+    assert steps == ['{"update_info": {"step": 0}}', '{"update_info": {"step": 2}}']
+
+
 def test_a_server_that_refuses_goes_on(http: ThreadingHTTPServer, tmp_path: Path):
     http.answers["/update_weights"] = 500
     with pytest.raises(ServerError, match="refused /update_weights: 500 what went wrong"):
         VLLMServer(http.url + "/", tmp_path, "keep", api_key="secret").update(3)
-    paths = [path for path, _, _ in http.requests]
-    assert paths[0] == "/pause?mode=keep" and paths[-1] == "/resume" and "/finish_weight_update" not in paths
-    assert f'"place": "{tmp_path}"' in http.requests[1][1] and '"step": 3' in http.requests[3][1]
+    assert paths(http) == ["/collective_rpc", "/pause?mode=keep", *UPDATE[1:4], "/resume"]
+    assert f'"place": "{tmp_path}"' in http.requests[2][1] and '"step": 3' in http.requests[4][1]
     assert {key for _, _, key in http.requests} == {"Bearer secret"}
 
 
@@ -84,7 +162,7 @@ def test_following_goes_on_while_the_place_cannot_be_read(http: ThreadingHTTPSer
     def tell(text: str) -> None:
         messages.append(text)
         index = place / "index-00000.json"
-        if text.endswith("is at step 0."):
+        if "is at step 0" in text:
             index.rename(tmp_path / "away")  # nothing is there
             threading.Timer(0.1, index.mkdir).start()  # then something that is no file
         elif index.is_dir():
@@ -112,7 +190,8 @@ def test_following_waits_for_the_first_step_and_says_so(http: ThreadingHTTPServe
         messages.append(text)
 
     assert follow(tmp_path, [VLLMServer(http.url, tmp_path)], stop_at_step=0, poll_interval=0.01, tell=tell) == 0
-    assert messages == [f"{tmp_path} has no steps yet. Waiting for the first.", f"{http.url} is at step 0."]
+    assert messages[0] == f"{tmp_path} has no steps yet. Waiting for the first."
+    assert len(messages) == 2 and messages[1].startswith(f"{http.url} is at step 0 (")
 
 
 def test_a_restarted_server_is_updated_again(http: ThreadingHTTPServer, tmp_path: Path):
@@ -127,7 +206,7 @@ def test_a_restarted_server_is_updated_again(http: ThreadingHTTPServer, tmp_path
 
     publish(tmp_path, range(1))
     assert follow(tmp_path, [VLLMServer(http.url, tmp_path)], stop_at_step=1, poll_interval=0.01, tell=tell) == 1
-    assert messages == [f"{http.url} is at step {step}." for step in (0, 0, 1)]
+    assert [text.split(" (")[0] for text in messages] == [f"{http.url} is at step {step}" for step in (0, 0, 1)]
 
 
 def test_pauses_between_failures_grow_until_the_command_gives_up(tmp_path: Path, capsys):
@@ -155,6 +234,28 @@ def test_several_sglang_servers_load_one_folder(http: ThreadingHTTPServer, tmp_p
         "Bearer key",
     )
     assert {path for path, _, _ in http.requests} == {"/update_weights_from_disk"}
+
+
+def test_a_folder_does_not_change_while_a_server_loads_it(http: ThreadingHTTPServer, tmp_path: Path):
+    publish(tmp_path / "run", range(1))
+    save_file(weights(0), write_config(tmp_path / "model") / "model.safetensors")
+    local, released, steps = LocalCheckpoint(tmp_path / "model", tmp_path / "run"), threading.Event(), []
+
+    def release() -> None:
+        steps.append(local.has(0))
+        released.set()
+
+    def tell(text: str) -> None:
+        if not steps and text.startswith(f"{http.url} is at step 0"):
+            publish(tmp_path / "run", range(1, 2), resume=True)
+            threading.Timer(0.3, release).start()
+
+    with serving() as slow:
+        slow.hanging["/update_weights_from_disk"] = released
+        followers = [SGLangServer(server.url, local) for server in (slow, http)]
+        assert follow(tmp_path / "run", followers, stop_at_step=1, poll_interval=0.01, tell=tell) == 1
+        versions = [json.loads(content)["weight_version"] for _, content, _ in slow.requests]
+    assert steps == [True] and versions == ["0", "1"] and local.has(1)
 
 
 def test_an_sglang_server_loads_no_step_that_the_folder_lacks(http: ThreadingHTTPServer, tmp_path: Path):

@@ -117,7 +117,11 @@ def test_tensor_parallel_workers_hold_the_plain_models_parts(folder):
         for step, model in enumerate(("two", "one")):
             run.publish(load_file(folder / model / "model.safetensors"), step)
     digests = []
-    for model, plugins, place in (("one", "", []), ("small-one", "hf_ext", []), ("two", "hf_ext", [folder / "steps", 0, 1])):
+    for model, plugins, place in (
+        ("one", "", []),
+        ("small-one", "hf_ext", []),
+        ("two", "hf_ext", [folder / "steps", 0, "prepare", 1]),
+    ):
         out, script = folder / f"digests-{model}.json", Path(__file__).with_name("digests.py")
         environment = os.environ | OPTIONS | {"VLLM_PLUGINS": plugins, "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
         command = [sys.executable, script, folder / model, out, *place]

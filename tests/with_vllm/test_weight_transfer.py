@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,15 +23,15 @@ from hf_ext.errors import ServerError
 from hf_ext.serving.vllm import weight_transfer
 from hf_ext.serving.vllm.weight_transfer import PlaceTrainerInitInfo
 from hf_ext.weight_sync import Publisher
-from hf_ext.weight_sync.servers import VLLMServer
+from hf_ext.weight_sync.servers import VLLMServer, follow
 
+OPTIONS = ("--weight-transfer-config", '{"backend": "hf_ext"}')
 MODELS = ["base", "one", "two", "half", "base"]  # what the training has reached after each step
 
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[VllmServer]:
-    options = ("--weight-transfer-config", '{"backend": "hf_ext"}')
-    server = VllmServer(folder / "two", folder / "transfer.log", *options)
+    server = VllmServer(folder / "two", folder / "transfer.log", *OPTIONS)
     try:
         server.wait()
         yield server
@@ -75,8 +76,10 @@ def test_a_step_that_cannot_be_read_changes_nothing(server: VllmServer, folder: 
     (delta,) = place.glob("step-00000001*")
     content = delta.read_bytes()
     delta.write_bytes(content[:-9] + bytes(9))
-    with pytest.raises(ServerError, match="refused /update_weights"):
+    pauses = server.log.read_text().count("POST /pause")
+    with pytest.raises(ServerError, match="cannot read step 1: CorruptFileError"):
         remote.update(1)
+    assert server.log.read_text().count("POST /pause") == pauses > 0
     assert server.digests() == expected["one"]["digests"]
     assert server.answer(None) == ("first", expected["one"]["text"])
     assert "No other files at" in server.log.read_text()
@@ -85,18 +88,120 @@ def test_a_step_that_cannot_be_read_changes_nothing(server: VllmServer, folder: 
     assert server.digests() == expected["two"]["digests"]
 
 
+def test_requests_run_while_steps_are_prepared(server: VllmServer, folder: Path, expected: dict):
+    place = folder / "prepared"
+    remote = VLLMServer(server.url, place, api_key="secret")
+    with Publisher(place) as run, ThreadPoolExecutor(4) as pool:
+        run.publish(weights(folder, "one"), 0)
+        run.wait()
+        remote.update(0)
+        for step, model in enumerate(("half", "two", "two"), 1):
+            run.publish(weights(folder, model), step)
+            run.wait()
+            answers = [pool.submit(server.answer, None) for _ in range(20)]
+            remote.prepare(step)
+            assert {answer.result() for answer in answers} == {("first", expected["one"]["text"])}
+            assert server.digests() == expected["one"]["digests"] and version(server) == "0"
+    remote.update(3)  # which itself changes nothing
+    assert server.digests() == expected["two"]["digests"] and version(server) == "3"
+    assert server.answer(None) == ("first", expected["two"]["text"])
+
+
+def test_another_follower_goes_on_with_a_later_step(server: VllmServer, folder: Path, expected: dict):
+    place = folder / "killed"
+    with Publisher(place) as run:
+        for step, model in enumerate(("one", "half")):
+            run.publish(weights(folder, model), step)
+    VLLMServer(server.url, place, api_key="secret").update(0)
+    script = "import os, sys; from hf_ext.weight_sync import VLLMServer; VLLMServer(*sys.argv[1:]).prepare(1); os._exit(9)"
+    killed = subprocess.run([sys.executable, "-c", script, server.url, place, "wait", "secret"], timeout=120)
+    assert killed.returncode == 9 and version(server) == "0"
+    with Publisher(place, resume=True) as run:
+        run.publish(weights(folder, "base"), 2)
+    follow(place, [VLLMServer(server.url, place, api_key="secret")], stop_at_step=2, poll_interval=0.01)
+    assert server.digests() == expected["base"]["digests"] and version(server) == "2"
+
+
+def test_a_server_that_is_killed_before_the_commit_follows_again(folder: Path, expected: dict):
+    place = folder / "restarted"
+    with Publisher(place) as run:
+        for step, model in enumerate(("one", "half")):
+            run.publish(weights(folder, model), step)
+    for is_killed in (True, False):
+        server = VllmServer(folder / "two", folder / "restarted.log", *OPTIONS)
+        try:
+            server.wait()
+            assert server.digests() == expected["two"]["digests"]
+            remote = VLLMServer(server.url, place, api_key="secret")
+            if is_killed:
+                remote.update(0)
+                remote.prepare(1)
+                server.process.kill()
+                with pytest.raises(ServerError, match="does not answer"):
+                    remote.update(1)
+            else:
+                assert follow(place, [remote], stop_at_step=1, poll_interval=0.01) == 1
+                assert server.digests() == expected["half"]["digests"] and version(server) == "1"
+        finally:
+            server.stop()
+
+
+class Worker(weight_transfer.PlaceEngine):
+    """A worker's engine without vLLM."""
+
+    def __init__(self, update: Callable[[int], None] = lambda step: None):
+        self._rank = self._first = 0
+        self._place, self._shared, self._thread, self._unloaded = "place", None, ThreadPoolExecutor(1), {"x"}
+        self._subscriber = SimpleNamespace(update=update, tensors={"x": torch.ones(1)}, changed={"x"})
+        self.loads = []
+        self._load = lambda tensors, names: self.loads.append(names)
+
+
+STEP = weight_transfer.PlaceUpdateInfo(step=1)
+
+
 @pytest.mark.parametrize("error", [ServerError("not there"), OSError("no disk"), RuntimeError("of a library")])
 def test_a_worker_with_any_error_joins_the_others(monkeypatch, error: Exception):
     def update(step: int) -> None:
         raise error
 
     joined = []
-    monkeypatch.setattr(weight_transfer, "_all", lambda succeeded: joined.append(succeeded))
-    engine = weight_transfer.PlaceEngine.__new__(weight_transfer.PlaceEngine)
-    engine._subscriber = SimpleNamespace(update=update, step=None)
+    monkeypatch.setattr(weight_transfer, "_gather", lambda value: joined.append(value) or [value])
+    engine = Worker(update)
     with pytest.raises(type(error)):
-        engine.receive_weights(weight_transfer.PlaceUpdateInfo(step=1))
-    assert joined == [False]
+        engine.receive_weights(STEP)
+    assert joined == [(False, None)] and engine.loads == [] and engine._unloaded == {"x"}
+
+
+def test_no_worker_loads_what_another_cannot(monkeypatch):
+    monkeypatch.setattr(weight_transfer, "_gather", lambda value: [value, (False, None)])
+    engine = Worker()
+    with pytest.raises(RuntimeError, match="Another worker cannot take step 1"):
+        engine.receive_weights(STEP)
+    assert engine.loads == [] and engine._unloaded == {"x"}
+
+
+def test_all_is_loaded_again_when_another_worker_failed_to_load(monkeypatch):
+    engine = Worker()
+    monkeypatch.setattr(weight_transfer, "_gather", lambda value: [value, (not engine.loads, None)])
+    with pytest.raises(RuntimeError, match="Another worker"):
+        engine.receive_weights(STEP)
+    assert engine.loads == [["x"]] and engine._unloaded is None
+
+
+def test_an_error_of_the_preparation_is_told_once():
+    outcomes = [OSError("no disk"), None]
+
+    def update(step: int) -> None:
+        if error := outcomes.pop(0):
+            raise error
+
+    engine = Worker(update)
+    answers = []
+    while not answers or not answers[-1]["is_ready"]:
+        answers.append(engine.prepare("place", 1))
+    assert [answer["error"] for answer in answers if answer["error"]] == ["OSError: no disk"]
+    assert engine.prepare("place", 1) == {"is_ready": True, "error": None} and outcomes == []
 
 
 def test_a_trainer_of_vllms_own_interface_drives_it(server: VllmServer, folder: Path, expected: dict):
@@ -133,5 +238,5 @@ def test_the_command_follows_a_place(server: VllmServer, folder: Path, expected:
     printed, messages = follower.communicate(timeout=120)
     assert follower.returncode == 0, messages
     assert json.loads(printed) == {"place": str(place), "servers": [server.url], "checkpoint": None, "step": 1}
-    assert f"{server.url} is at step 1" in messages
+    assert f"{server.url} is at step 1 (prepared in " in messages
     assert server.digests() == expected["one"]["digests"]

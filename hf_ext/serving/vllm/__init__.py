@@ -3,6 +3,11 @@
 vLLM finds it by the entry points in setup.cfg. docs/serving.md shows the commands.
 """
 
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
 
 def register() -> None:
     """Adds loader, formats and weight transfer of this package to vLLM's registries. vLLM calls it in each of its processes."""
@@ -18,3 +23,14 @@ def register() -> None:
         register_quantization_config(method)(config)
     WeightTransferEngineFactory.register_engine(LOAD_FORMAT, "hf_ext.serving.vllm.weight_transfer", "PlaceEngine")
     WeightTransferTrainerFactory.register_engine(LOAD_FORMAT, "hf_ext.serving.vllm.weight_transfer", "PlaceTrainerEngine")
+    # POST /collective_rpc calls methods of the workers. In a vLLM that has no such class, the server refuses to prepare steps:
+    # updates then read them while the server is paused.
+    with suppress(ImportError):
+        from vllm.v1.worker.worker_base import WorkerBase
+
+        WorkerBase.prepare_weights = _prepare_weights
+
+
+def _prepare_weights(worker: Any, place: str, step: int) -> dict[str, Any]:
+    """A method for vLLM's workers: see `PlaceEngine.prepare`."""
+    return worker.weight_transfer_engine.prepare(place, step)

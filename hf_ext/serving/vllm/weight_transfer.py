@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from vllm.distributed.parallel_state import get_world_group
@@ -22,9 +24,12 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from hf_ext.serving.vllm.models import whole_layers
 from hf_ext.storage.hub import absolute_path
 from hf_ext.weight_sync.publisher import Publisher
+from hf_ext.weight_sync.shared_memory import SharedTensors, machine
 from hf_ext.weight_sync.subscriber import Subscriber
 
 logger = init_logger(f"vllm.{__name__}")
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -41,67 +46,133 @@ class PlaceUpdateInfo(WeightTransferUpdateInfo):
     step: int
 
 
-def _all(succeeded: bool) -> bool:
-    """Checks whether all workers succeeded."""
-    group = get_world_group()
-    if group.world_size == 1:
-        return succeeded
-    flag = torch.tensor(int(succeeded))
-    torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MIN, group=group.cpu_group)
-    return bool(flag)
-
-
 class PlaceEngine(WeightTransferEngine[PlaceInitInfo, PlaceUpdateInfo]):
     """Brings a worker's model to a step that a `Publisher` has written.
 
-    Each worker keeps the weights of the checkpoint in its machine's memory, because vLLM's own are fused, sharded or quantized.
-    A step that cannot be read leaves the model as it is.
+    The first worker of each machine keeps the weights of the checkpoint in memory, because vLLM's own are fused, sharded or
+    quantized. It reads a step there in a thread, while the model serves. The commit loads what has changed since the last one,
+    in all workers of the machine. A step that cannot be read leaves the model as it is.
     """
 
     init_info_cls = PlaceInitInfo
     update_info_cls = PlaceUpdateInfo
     supports_draft_weight_update = False
-    _subscriber: Subscriber | None = None
-    _is_loaded = False  # whether the model has the subscriber's weights
+    _place: str | None = None
+    _subscriber: Subscriber | None = None  # of the first worker
+    _reading: tuple[int, Future[None]] | None = None  # the step that is, or was, read since the last commit
+    _unloaded: set[str] | None = None  # the names that steps have changed since the last load; None: all
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        rank, machines = get_world_group().rank_in_group, _gather(machine())
+        alike = [other for other in range(len(machines)) if other == rank or machines[other] == machines[rank] is not None]
+        self._rank, self._first = rank, alike[0]
+        self._shared = SharedTensors() if len(alike) > 1 else None
+        self._thread = ThreadPoolExecutor(1)
 
     def init_transfer_engine(self, init_info: PlaceInitInfo) -> None:
         """Opens the place. Until the first update, the model keeps the weights that the server was started with."""
-        if self._subscriber is None or str(self._subscriber.place) != init_info.place:
-            self._subscriber, self._is_loaded = Subscriber(init_info.place), False
+        if self._place == init_info.place:
+            return
+        self.shutdown()
+        self._place = init_info.place
+        if self._rank == self._first:
+            self._subscriber = Subscriber(self._place, self._shared.allocate if self._shared else None)
+
+    def prepare(self, place: str, step: int) -> dict[str, Any]:
+        """Starts to read a step, which changes nothing that is served, and returns at once.
+
+        Returns:
+            `is_ready`: true if the step is read, so that a commit only has to load it; call this again until it is.
+            `error`: the error that prevented it, or None. The next call tries again.
+        """
+        self.init_transfer_engine(PlaceInitInfo(place))
+        is_done, error = True, None
+        if self._subscriber is not None:  # otherwise, the first worker of this machine reads the step
+            reading = self._read(self._subscriber, step)
+            is_done = reading.done()
+            error = reading.exception() if is_done else None
+        if error is not None:
+            self._reading = None
+            logger.warning("Step %d of %s cannot be read: %s", step, place, error)
+        return {"is_ready": is_done and error is None, "error": error and f"{type(error).__name__}: {error}"}
 
     def start_weight_update(self) -> None:
         """Does nothing."""
 
     def receive_weights(self, update_info: PlaceUpdateInfo) -> None:
-        """Reads what is missing up to the step, and loads the layers in which it changed anything."""
-        subscriber = self._subscriber
-        if subscriber is None:
-            raise RuntimeError("Give the place of the training first: POST /init_weight_transfer_engine.")
-        before = subscriber.step if self._is_loaded else None
-        error = None
-        try:
-            subscriber.update(step=update_info.step)
-        except Exception as caught:  # of any kind: the other workers wait in `_all`
-            error = caught
-        if not _all(error is None):  # no worker may load what another cannot
-            self._is_loaded = self._is_loaded and error is not None
-            raise error or RuntimeError(f"Another worker cannot read step {update_info.step}; its log has the reason.")
-        names = list(whole_layers(subscriber.tensors, lambda name: before is None or name in subscriber.changed))
-        if names:
-            self._is_loaded = False
-            initialize_layerwise_reload(self.model)
-            self.model.load_weights((name, subscriber.tensors[name]) for name in names)
-            finalize_layerwise_reload(self.model, self.model_config)
-        self._is_loaded = True
-        count = len(subscriber.tensors)
-        logger.info("Step %d of %s: %d of %d tensors loaded.", update_info.step, subscriber.place, len(names), count)
+        """Loads the layers in which anything has changed up to the step, which is read first if that was not prepared.
+
+        No worker begins before all can load, and none returns before all have: what they load must not change meanwhile.
+        """
+        step = update_info.step
+        names, share = _in_all_workers(step, lambda: self._offer(step))[self._first]
+        tensors: dict[str, torch.Tensor] = {}
+        _in_all_workers(step, lambda: tensors.update(self._subscriber.tensors if self._subscriber else share.open()))
+        self._unloaded = None  # until all have loaded
+        _in_all_workers(step, lambda: self._load(tensors, names))
+        self._unloaded = set()
+        logger.info("Step %d of %s: %d of %d tensors loaded.", step, self._place, len(names), len(tensors))
 
     def finish_weight_update(self) -> None:
         """Does nothing."""
 
     def shutdown(self) -> None:
         """Forgets the place and the weights of its steps."""
-        self._subscriber, self._is_loaded = None, False
+        self._place = self._subscriber = self._reading = self._unloaded = None
+
+    def _read(self, subscriber: Subscriber, step: int) -> Future[None]:
+        """Starts to read a step in the thread, unless that was done since the last commit."""
+
+        def read() -> None:
+            subscriber.update(step=step)
+            if self._unloaded is not None:
+                self._unloaded.update(subscriber.changed)
+
+        if self._reading is None or self._reading[0] != step:
+            self._reading = step, self._thread.submit(read)
+        return self._reading[1]
+
+    def _offer(self, step: int) -> tuple[list[str], Any]:
+        """Returns which tensors the workers of this machine have to load, and where they are. Only the first worker knows."""
+        if self._place is None:
+            raise RuntimeError("Give the place of the training first: POST /init_weight_transfer_engine.")
+        if self._subscriber is None:
+            return [], None
+        try:
+            self._read(self._subscriber, step).result()
+        finally:
+            self._reading = None
+        names = whole_layers(self._subscriber.tensors, lambda name: self._unloaded is None or name in self._unloaded)
+        return list(names), self._shared.share if self._shared else None
+
+    def _load(self, tensors: dict[str, torch.Tensor], names: list[str]) -> None:
+        if names:
+            initialize_layerwise_reload(self.model)
+            self.model.load_weights((name, tensors[name]) for name in names)
+            finalize_layerwise_reload(self.model, self.model_config)
+
+
+def _gather(value: Any) -> list[Any]:
+    """Returns the values of all workers. All of them must call this."""
+    group = get_world_group()
+    values = [value] * group.world_size
+    if group.world_size > 1:
+        torch.distributed.all_gather_object(values, value, group=group.cpu_group)
+    return values
+
+
+def _in_all_workers(step: int, work: Callable[[], T]) -> list[T]:
+    """Returns the results of a function that each worker calls. If it fails in any worker, this raises in all of them."""
+    result, error = None, None
+    try:
+        result = work()
+    except Exception as caught:  # of any kind: the other workers wait
+        error = caught
+    succeeded, results = zip(*_gather((error is None, result)))
+    if not all(succeeded):
+        raise error or RuntimeError(f"Another worker cannot take step {step}; its log has the reason.")
+    return list(results)
 
 
 @dataclass
