@@ -2,53 +2,44 @@
 
 from __future__ import annotations
 
-import json
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import diffusers
 import torch
 from diffusers.loaders import PeftAdapterMixin
-from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
 from peft.utils import get_peft_model_state_dict
 from torch import nn
 
 from hf_ext.adapters.adapter_source import fill_with_nothing
 from hf_ext.adapters.landing import not_arrived
-from hf_ext.adapters.lora_layers import LoraLayers, Pair
 from hf_ext.errors import CheckpointError
-from hf_ext.storage.config_file import CONFIG, read_config
+from hf_ext.lora_extraction.roles import Part, Parts, Role
 from hf_ext.storage.layout import DIFFUSERS_LORA
 from hf_ext.storage.source import TensorSource
 
 PLAIN = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-OPTIONS = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "target_modules")  # of all versions of LoraConfig
 
 
-class DiffusersLayers(LoraLayers):
-    """The parts of a model of diffusers. Its convolutions are among the layers."""
-
-    file, library, task, embedding = DIFFUSERS_LORA, "diffusers", None, None  # type: ignore[assignment]
-
-    def metadata(self, config: LoraConfig) -> dict[str, str]:
-        options = {f"{self.prefix}{name}": getattr(config, name) for name in OPTIONS}
-        return {"lora_adapter_metadata": json.dumps(options, default=sorted)}
+class DiffusersParts(Parts):
+    """The tensors of a fine-tuned model of diffusers. Its convolutions have a LoRA, too."""
 
     def lost(self, folder: Path, tokens: int | None) -> set[str]:
         """Returns the tensors of a saved LoRA that do not arrive, and the layers where its scaling is not 1."""
-        fill_with_nothing(self.model)
+        model: Any = deepcopy(self.model)
+        fill_with_nothing(model)
         options = {"weight_name": self.file, "use_safetensors": True, "low_cpu_mem_usage": True, "adapter_name": "default"}
-        self.model.load_lora_adapter(folder, prefix=self.prefix.rstrip("."), **options)
-        layers = ((name, layer) for name, layer in self.model.named_modules() if isinstance(layer, LoraLayer))
+        model.load_lora_adapter(folder, prefix=self.prefix.rstrip("."), **options)
+        layers = ((name, layer) for name, layer in model.named_modules() if isinstance(layer, LoraLayer))
         scaled = {name for name, layer in layers if layer.scaling["default"] != 1}
-        state = get_peft_model_state_dict(self.model, save_embedding_layers=False)
+        state = get_peft_model_state_dict(model, save_embedding_layers=False)
         return scaled | not_arrived({f"{self.prefix}{name}": tensor for name, tensor in state.items()}, folder / self.file)
 
 
-def diffusers_layers(folder: Path, tuned: TensorSource, base: TensorSource) -> DiffusersLayers:
-    """Sorts the tensors of a fine-tuned model of diffusers. The arguments and errors are those of `lora_layers`."""
-    config = read_config(folder / CONFIG)
+def sort(folder: Path, config: dict, tuned: TensorSource, base: TensorSource) -> DiffusersParts:
+    """Sorts the tensors of a fine-tuned model of diffusers. The arguments and errors are those of `roles.sort`."""
     try:
         with torch.device("meta"):
             model: nn.Module = getattr(diffusers, config["_class_name"]).from_config(config)
@@ -57,15 +48,17 @@ def diffusers_layers(folder: Path, tuned: TensorSource, base: TensorSource) -> D
             raise TypeError("`load_lora_weights` of a pipeline adds none to such a model")
     except Exception as error:  # a stranger's file may hold anything
         raise CheckpointError(f"There is no LoRA of the {config['_class_name']} in {folder}: {error}") from error
-    parts = DiffusersLayers(model)
-    parts.prefix = f"{kind.lower()}."
-    weights = {f"{name}.weight": name for name, module in model.named_modules() if _takes_lora(module)}
-    for name in tuned.names():
-        if name in weights and name in base:
-            parts.layers[weights[name]] = Pair(name, name)
-        else:
-            parts.others[name] = Pair(name, name if name in base else "")
-    return parts
+    weights = {f"{name}.weight" for name, module in model.named_modules() if _takes_lora(module)}
+    parts = {
+        name: Part(
+            Role.LORA if name in weights and name in base else Role.OTHER,
+            name,
+            name if name in base else "",
+            name.rpartition(".")[0],
+        )
+        for name in tuned.names()
+    }
+    return DiffusersParts(model, parts, file=DIFFUSERS_LORA, prefix=f"{kind.lower()}.", library="diffusers")
 
 
 def _takes_lora(module: Any) -> bool:
