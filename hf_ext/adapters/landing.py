@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from copy import deepcopy
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -62,18 +62,19 @@ def lost(model: PreTrainedModel, folder: Path, tokens: int | None = None) -> set
 def not_arrived(state: Mapping[str, torch.Tensor], file: Path) -> set[str]:
     """Returns the tensors that differ between a loaded LoRA and its file, or are in one of them only."""
     saved = load_file(file)
+    missed = state.keys() ^ saved.keys()
+    for name in state.keys() & saved.keys():
+        loaded, expected = state[name], saved[name]
+        is_like = loaded.shape == expected.shape and not loaded.is_meta
+        data = RawTensor.from_torch(expected).data
+        if not is_like or not np.array_equal(RawTensor.from_torch(loaded.to(expected.dtype)).data, data):
+            missed.add(name)
+    return missed
 
-    def is_same(loaded: torch.Tensor, saved: torch.Tensor) -> bool:
-        if loaded.shape != saved.shape or loaded.is_meta:
-            return False
-        values, expected = (RawTensor.from_torch(tensor.to(saved.dtype)).data for tensor in (loaded, saved))
-        return np.array_equal(values, expected)
 
-    differing = {name for name in state.keys() & saved.keys() if not is_same(state[name], saved[name])}
-    return state.keys() ^ saved.keys() | differing
-
-
-def layers_that_load(model: PreTrainedModel, layers: Iterable[str], config: Callable[[Iterable[str]], LoraConfig]) -> set[str]:
+def layers_that_load(
+    model: PreTrainedModel, layers: Collection[str], config: Callable[[Iterable[str]], LoraConfig]
+) -> set[str]:
     """Returns the layers whose LoRA arrives where PEFT loads it, together with those of the others.
 
     Args:
@@ -112,7 +113,7 @@ def layers_that_load(model: PreTrainedModel, layers: Iterable[str], config: Call
     names = arriving(all_names)
     if not names:  # PEFT refuses all because of a few, such as Mamba's out_proj
         groups: dict[str, set[str]] = {}
-        for name in all_names:
+        for name in layers:
             groups.setdefault(re.sub(r"\d+", "#", name), set()).add(name)
         all_names = set().union(*map(arriving, groups.values()))
         names = arriving(all_names)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,42 +24,35 @@ from hf_ext.storage.source import TensorSource
 PLAIN = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
-class DiffusersParts(Parts):
-    """The tensors of a fine-tuned model of diffusers. Its convolutions have a LoRA, too."""
-
-    def lost(self, folder: Path, tokens: int | None) -> set[str]:
-        """Returns the tensors of a saved LoRA that do not arrive, and the layers where its scaling is not 1."""
-        model: Any = deepcopy(self.model)
-        fill_with_nothing(model)
-        options = {"weight_name": self.file, "use_safetensors": True, "low_cpu_mem_usage": True, "adapter_name": "default"}
-        model.load_lora_adapter(folder, prefix=self.prefix.rstrip("."), **options)
-        layers = ((name, layer) for name, layer in model.named_modules() if isinstance(layer, LoraLayer))
-        scaled = {name for name, layer in layers if layer.scaling["default"] != 1}
-        state = get_peft_model_state_dict(model, save_embedding_layers=False)
-        return scaled | not_arrived({f"{self.prefix}{name}": tensor for name, tensor in state.items()}, folder / self.file)
-
-
-def sort(folder: Path, config: dict, tuned: TensorSource, base: TensorSource) -> DiffusersParts:
-    """Sorts the tensors of a fine-tuned model of diffusers. The arguments and errors are those of `roles.sort`."""
+def sort(folder: Path, config: dict, tuned: TensorSource, base: TensorSource) -> Parts:
+    """Sorts the tensors of a fine-tuned model of diffusers, whose convolutions get a LoRA, too. The arguments and errors are
+    those of `roles.sort`."""
     try:
         with torch.device("meta"):
             model: nn.Module = getattr(diffusers, config["_class_name"]).from_config(config)
-        kind = next((kind for kind in ("UNet", "Transformer") if kind in type(model).__name__), None)
+        kind = next((kind.lower() for kind in ("UNet", "Transformer") if kind in type(model).__name__), None)
         if kind is None or not isinstance(model, PeftAdapterMixin):
             raise TypeError("`load_lora_weights` of a pipeline adds none to such a model")
     except Exception as error:  # a stranger's file may hold anything
         raise CheckpointError(f"There is no LoRA of the {config['_class_name']} in {folder}: {error}") from error
     weights = {f"{name}.weight" for name, module in model.named_modules() if _takes_lora(module)}
-    parts = {
-        name: Part(
-            Role.LORA if name in weights and name in base else Role.OTHER,
-            name,
-            name if name in base else "",
-            name.rpartition(".")[0],
-        )
-        for name in tuned.names()
-    }
-    return DiffusersParts(model, parts, file=DIFFUSERS_LORA, prefix=f"{kind.lower()}.", library="diffusers")
+    parts = {}
+    for name in tuned.names():
+        twin = name if name in base else ""
+        parts[name] = Part(Role.LORA if twin and name in weights else Role.OTHER, name, twin, name.rpartition(".")[0])
+    return Parts(model, parts, file=DIFFUSERS_LORA, prefix=f"{kind}.", library="diffusers", lost=partial(_lost, kind))
+
+
+def _lost(prefix: str, model: Any, folder: Path, tokens: int | None) -> set[str]:
+    """Returns the tensors of a saved LoRA that do not arrive, and the layers where its scaling is not 1."""
+    model = deepcopy(model)
+    fill_with_nothing(model)
+    options = {"weight_name": DIFFUSERS_LORA, "use_safetensors": True, "low_cpu_mem_usage": True, "adapter_name": "default"}
+    model.load_lora_adapter(folder, prefix=prefix, **options)
+    layers = ((name, layer) for name, layer in model.named_modules() if isinstance(layer, LoraLayer))
+    scaled = {name for name, layer in layers if layer.scaling["default"] != 1}
+    state = get_peft_model_state_dict(model, save_embedding_layers=False)
+    return scaled | not_arrived({f"{prefix}.{name}": tensor for name, tensor in state.items()}, folder / DIFFUSERS_LORA)
 
 
 def _takes_lora(module: Any) -> bool:

@@ -100,11 +100,20 @@ def extract_lora(
     parts = _sort(folder, source, prior)
     if modules_to_save and parts.library == "diffusers":
         raise HfExtError("modules_to_save=True is not supported: diffusers loads no norms and embeddings with a LoRA.")
+    layers = parts.having(Role.LORA)
     tokens = None if texts is None else _tokens(folder, parts, texts)
-    changes = _compare(parts, folder, source, prior, rank)
+    changes = Changes(source, prior, {name: (part.tensor, part.twin) for name, part in parts.parts.items()}, layers)
+    if not layers:
+        raise CheckpointError(
+            f"No linear layer of {folder} that PEFT can adapt is in the base {prior} under a name that loading knows. If "
+            "both have some, load both with Transformers, save them again, and give the new folders."
+        )
+    largest = max(min(changes.compared[name].shape) for name in layers)
+    if rank is not None and rank > largest:
+        raise HfExtError(f"rank={rank} is larger than the smaller side of any linear layer of {folder}, at most {largest}.")
     changed = changes.energies(parts.having(*LEFT_OUT))
     if modules_to_save:
-        parts = parts.with_changed(changed.keys() | (changes.resized & parts.having(Role.LORA).keys()), changes.rows)
+        parts = parts.with_changed(changed.keys() | (changes.resized & layers.keys()), changes.rows)
     layers, left_out = parts.having(Role.LORA), parts.having(*LEFT_OUT)
     resize = fitting = None  # numbers of tokens that the base must get, or keep, to load the adapter
     if parts.embedding in changes.resized:
@@ -122,8 +131,11 @@ def extract_lora(
             f"No linear layer of {folder} that PEFT can adapt differs from that of the base {prior}: "
             "there is nothing to extract."
         )
-    state |= _lora(parts, factors)
 
+    omitted = {name: change for name, change in changed.items() if name in left_out}
+    omitted |= changes.energies(name for name in layers if name not in factors)
+    for component, pair in components:
+        omitted |= _component_changes(component, *pair)
     report = LoraReport(
         [
             LayerLora(layers[name].module, len(right), change, kept, left.nbytes + right.nbytes)
@@ -132,15 +144,11 @@ def extract_lora(
         size=0,
         original_size=sum(source.entry(name).nbytes for name in source.names()),
         whole=[*parts.whole_modules, *(f"{part.module} ({len(part.rows)} rows)" for part in parts.having(Role.ROWS).values())],
-        omitted={
-            **{name: change for name, change in changed.items() if name in left_out},
-            **changes.energies(name for name in layers if name not in factors),
-            **_component_changes(components),
-        },
+        omitted=omitted,
         added_tokens=max(changes.compared[parts.embedding].rows[0] - fitting, 0) if fitting is not None else 0,
         resize=resize,
     )
-    size = _write(parts, state, report, prior.name.removesuffix(f"/{place}"), target, fitting, overwrite)
+    size = _write(parts, state, factors, report, prior.name.removesuffix(f"/{place}"), target, fitting, overwrite)
     losses = {} if tokens is None else _losses(folder, prior, target, tokens, resize)
     return replace(report, size=size, losses=losses)
 
@@ -192,26 +200,6 @@ def _sort(folder: Path, source: TensorSource, prior: TensorSource) -> Parts:
     return diffusers_lora.sort(folder, config, source, prior)
 
 
-def _compare(parts: Parts, folder: Path, source: TensorSource, prior: TensorSource, rank: int | None) -> Changes:
-    """Returns the changes of a fine-tune's tensors.
-
-    Raises:
-        CheckpointError: no layer gets a LoRA, or as `Changes` does.
-        HfExtError: the rank is larger than any layer.
-    """
-    layers = parts.having(Role.LORA)
-    changes = Changes(source, prior, {name: (part.tensor, part.twin) for name, part in parts.parts.items()}, layers)
-    if not layers:
-        raise CheckpointError(
-            f"No linear layer of {folder} that PEFT can adapt is in the base {prior} under a name that loading knows. If "
-            "both have some, load both with Transformers, save them again, and give the new folders."
-        )
-    largest = max(min(changes.compared[name].shape) for name in layers)
-    if rank is not None and rank > largest:
-        raise HfExtError(f"rank={rank} is larger than the smaller side of any linear layer of {folder}, at most {largest}.")
-    return changes
-
-
 def _fit(changes: Changes, layers: Iterable[str], aim: Aim, rest: int) -> dict[str, Factors]:
     """Returns the factors of the layers that changed; none if none did.
 
@@ -231,32 +219,16 @@ def _fit(changes: Changes, layers: Iterable[str], aim: Aim, rest: int) -> dict[s
     return factors
 
 
-def _lora(parts: Parts, factors: Mapping[str, Factors]) -> dict[str, torch.Tensor]:
-    """Returns the factors of all layers as PEFT names and shapes them."""
-    state: dict[str, torch.Tensor] = {}
-    for name, (left, right, _, _) in factors.items():
-        module = parts.parts[name].module
-        layer = parts.model.get_submodule(module)
-        B, A = (right.T, left.T) if isinstance(layer, Conv1D) else (left, right)
-        kernel = layer.weight.shape[2:]
-        A, B = A.reshape(len(A), -1, *kernel), B.reshape(*B.shape, *[1 for _ in kernel])
-        state |= {f"{module}.lora_A.weight": A.contiguous(), f"{module}.lora_B.weight": B.contiguous()}
-    return state
-
-
-def _component_changes(components: Iterable[tuple[str, tuple[TensorSource, TensorSource]]]) -> dict[str, float | None]:
-    """Returns the energies of the changes of a pipeline's components, by component and tensor."""
-    energies: dict[str, float | None] = {}
-    for component, (source, prior) in components:
-        pairs = {name: (name, name if name in prior else "") for name in source.names()}
-        changes = Changes(source, prior, pairs, ()).energies(pairs)
-        energies |= {f"{component}.{name}": change for name, change in changes.items()}
-    return energies
+def _component_changes(component: str, source: TensorSource, prior: TensorSource) -> dict[str, float | None]:
+    """Returns the energies of the changes of a component of a pipeline, by component and tensor."""
+    pairs = {name: (name, name if name in prior else "") for name in source.names()}
+    return {f"{component}.{name}": change for name, change in Changes(source, prior, pairs, ()).energies(pairs).items()}
 
 
 def _write(
     parts: Parts,
-    state: Mapping[str, torch.Tensor],
+    whole: Mapping[str, torch.Tensor],
+    factors: Mapping[str, Factors],
     report: LoraReport,
     base: str,
     out: Path,
@@ -271,6 +243,14 @@ def _write(
     Raises:
         CheckpointError: PEFT would not load all of the adapter.
     """
+    state = dict(whole)
+    for name, (left, right, _, _) in factors.items():
+        module = parts.parts[name].module
+        layer = parts.model.get_submodule(module)
+        B, A = (right.T, left.T) if isinstance(layer, Conv1D) else (left, right)
+        kernel = layer.weight.shape[2:]
+        A, B = A.reshape(len(A), -1, *kernel), B.reshape(*B.shape, *[1 for _ in kernel])
+        state |= {f"{module}.lora_A.weight": A.contiguous(), f"{module}.lora_B.weight": B.contiguous()}
     config = parts.config({layer.layer: layer.rank for layer in report.layers}, base)
     metadata, kind = {"format": "pt"} | WRITER, type(parts.model).__name__
     if parts.library == "diffusers":
@@ -283,7 +263,7 @@ def _write(
         if parts.library == "peft":
             config.save_pretrained(stage)
         try:
-            lost = sorted(parts.lost(stage, tokens))
+            lost = sorted(parts.lost(parts.model, stage, tokens))
         except Exception as error:  # of many types
             raise CheckpointError(f"PEFT cannot load this LoRA of a {kind}: {error}") from error
         if lost:

@@ -138,6 +138,7 @@ class Changes:
 
     Attributes:
         compared: the tensors that have a counterpart.
+        resized: names of those that have more rows in one of the models.
 
     Raises:
         CheckpointError: two tensors differ in the shape of their rows, or a layer's tensors do not hold floats.
@@ -165,11 +166,7 @@ class Changes:
             dtype = "F32" if entry.dtype == "F64" else entry.dtype
             cost = sum(shape) * WIDTHS.get(dtype, 0)
             self.compared[name] = Compared(tensor, twin, rows, shape, (entry.dtype, prior.dtype), dtype, cost)
-
-    @property
-    def resized(self) -> set[str]:
-        """The names of the tensors that have more rows in one of the models."""
-        return {name for name, pair in self.compared.items() if pair.rows[0] != pair.rows[1]}
+        self.resized = {name for name, pair in self.compared.items() if pair.rows[0] != pair.rows[1]}
 
     @contextmanager
     def change(self, name: str) -> Iterator[Change | None]:
@@ -181,7 +178,7 @@ class Changes:
         pair = self.compared[name]
         rows, columns = pair.shape
         tuned, base = self._tuned.read(pair.tensor), self._base.read(pair.twin)
-        if pair.rows[0] != pair.rows[1]:
+        if name in self.resized:
             tuned, base = (rows_of(raw, 0, min(pair.rows)) for raw in (tuned, base))
         if tuned.dtype == base.dtype and np.array_equal(tuned.data, base.data):
             yield None
@@ -208,13 +205,12 @@ class Changes:
 
         def energy(name: str) -> float | None:
             pair = self.compared[name]
-            same_rows = pair.rows[0] == pair.rows[1]
             if not {*pair.dtypes} <= FLOATS.keys():
-                is_equal = same_rows and self._tuned.identity(pair.tensor) == self._base.identity(pair.twin)
+                is_equal = name not in self.resized and self._tuned.identity(pair.tensor) == self._base.identity(pair.twin)
                 return 0.0 if is_equal else None
             with self.change(name) as change:
                 if change is None:
-                    return 0.0 if same_rows else None
+                    return None if name in self.resized else 0.0
                 return change.energy / change.scale**2
 
         unknown, sizes = dict[str, float | None](), dict[str, int]()
@@ -276,12 +272,8 @@ class Changes:
         left, right = (factor.to(torch_dtype(pair.dtype)) for factor in exact)
         if not (left.isfinite().all() and right.isfinite().all()):
             raise CheckpointError(f"The change of '{pair.tensor}' of {self._tuned} is too large for a LoRA in {pair.dtype}.")
-
-        def product(one: tuple[torch.Tensor, ...], other: tuple[torch.Tensor, ...]) -> float:
-            """Returns the inner product of two products of factors."""
-            return float(((one[0].T @ other[0]) * (one[1] @ other[1].T)).sum())
-
-        exact, rounded = ((factors[0].double(), factors[1].double()) for factors in (exact, (left, right)))
-        kept = 2 * product(exact, rounded) - product(rounded, rounded)
+        U, V = left.double(), right.double()
+        # The inner products of the exact and of the rounded product of factors with the rounded one.
+        inner, square = (float(((u.double().T @ U) * (v.double() @ V.T)).sum()) for u, v in (exact, (left, right)))
         left = torch.nn.functional.pad(left, (0, 0, 0, pair.rows[1] - len(left)))  # rows that only the base has
-        return Factors(left, right, energy / scale**2, kept)
+        return Factors(left, right, energy / scale**2, kept=2 * inner - square)

@@ -85,6 +85,8 @@ class Parts:
         embedding: the weight of the input embedding; empty if there is none, as in models of images.
         ties: weights that the fine-tune or the base shares, and the weight that they are tied to.
         file, prefix, library: name of the adapter's file, the start of the names there, and what loads it.
+        lost: given the model, the adapter's folder, and the number of tokens of the base if it is another one, returns the
+            tensors of the adapter that do not arrive.
     """
 
     model: PreTrainedModel
@@ -95,6 +97,7 @@ class Parts:
     file: str = ADAPTER
     prefix: str = PREFIX
     library: str = "peft"
+    lost: Callable[[PreTrainedModel, Path, int | None], set[str]] = lost
 
     def having(self, *roles: Role) -> dict[str, Part]:
         """Returns the parts with one of these roles."""
@@ -162,10 +165,6 @@ class Parts:
             inference_mode=True,
         )
 
-    def lost(self, folder: Path, tokens: int | None) -> set[str]:
-        """Returns the tensors of a saved LoRA that do not arrive. See `landing.lost`."""
-        return lost(self.model, folder, tokens)
-
 
 def sort(folder: Path, config: dict, tuned: TensorSource, base: TensorSource) -> Parts:
     """Sorts the tensors of a fine-tune by the way in which an adapter can carry them.
@@ -219,11 +218,9 @@ def sort(folder: Path, config: dict, tuned: TensorSource, base: TensorSource) ->
     bare = Parts(model, {})  # for a task, PEFT expects heads, too
     layers = [part.module for part in parts.values() if part.role is Role.LORA]
     loading = layers_that_load(model, layers, lambda names: bare.config(dict.fromkeys(names, 1), ""))
-    parts |= {
-        name: part._replace(role=Role.REFUSED)
-        for name, part in parts.items()
-        if part.role is Role.LORA and part.module not in loading
-    }
+    refused = {name for name, part in parts.items() if part.role is Role.LORA and part.module not in loading}
+    kept = {name: part for name, part in parts.items() if name not in refused}
+    parts = kept | {name: parts[name]._replace(role=Role.REFUSED) for name in parts if name in refused}  # reported last
     ties = {name: source for name, source in ties.items() if name not in origins or name in tied | were_tied}
     return Parts(model, parts, task, _embedding_of(model), ties)
 
@@ -232,11 +229,8 @@ def _with_matched(model: PreTrainedModel, parts: Mapping[str, Part]) -> dict[str
     """Returns the parts with those of all modules whose names end in that of a whole one as whole: PEFT takes them for it."""
     endings = tuple({part.module for part in parts.values() if part.role is Role.WHOLE})
     modules = tuple(f"{name}." for name, _ in model.named_modules() if name.endswith(endings))
-
-    def is_whole(name: str, part: Part) -> bool:
-        return part.role is Role.WHOLE or name.startswith(modules) and part.role is not Role.ROWS
-
-    return {name: part._replace(role=Role.WHOLE, twin="") if is_whole(name, part) else part for name, part in parts.items()}
+    rest = {name for name, part in parts.items() if part.role is Role.ROWS or not name.startswith(modules)}
+    return {name: part if name in rest else part._replace(role=Role.WHOLE, twin="") for name, part in parts.items()}
 
 
 def _origins(model: PreTrainedModel, ties: Mapping[str, str], source: TensorSource) -> tuple[dict[str, Loaded], list[str]]:
