@@ -213,12 +213,9 @@ class Changes:
                     return None if name in self.resized else 0.0
                 return change.energy / change.scale**2
 
-        unknown, sizes = dict[str, float | None](), dict[str, int]()
-        for name in names:
-            if name not in self.compared:
-                unknown[name] = None
-            elif 0 not in self.compared[name].shape:
-                sizes[name] = 0
+        pairs = {name: self.compared.get(name) for name in names}
+        unknown = dict.fromkeys(name for name, pair in pairs.items() if pair is None)
+        sizes = {name: 0 for name, pair in pairs.items() if pair and 0 not in pair.shape}
         return unknown | {name: change for name, change in Prefetcher(energy, sizes) if change != 0}
 
     def rows(self, name: str) -> list[int]:

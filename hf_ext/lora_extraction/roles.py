@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
@@ -108,7 +108,7 @@ class Parts:
         """The modules that the adapter holds whole."""
         return sorted({part.module for part in self.having(Role.WHOLE).values()})
 
-    def with_changed(self, changed: Collection[str], rows: Callable[[str], list[int]]) -> Parts:
+    def with_changed(self, changed: Set[str], rows: Callable[[str], list[int]]) -> Parts:
         """Returns the parts with modules that changed as whole, except linear layers, experts, modules with modules inside, and
         weights that are tied to others. The adapter holds the changed rows of the input embedding if it is tied or most rows
         are unchanged.
@@ -117,15 +117,16 @@ class Parts:
             changed: names of the tensors without a LoRA that changed, and of linear layers with another number of rows.
             rows: returns the indices of the rows of a tensor that changed.
         """
-        state, changed, tied = self.model.state_dict(), {*changed}, {*self.ties, *self.ties.values()}
+        state, tied, parts = self.model.state_dict(), {*self.ties, *self.ties.values()}, dict(self.parts)
         layers = {part.module for name, part in self.having(Role.LORA).items() if name not in changed}
-        parts = dict(self.parts)
-        for module in {name.rpartition(".")[0]: None for name in state if name in changed}:
-            if module in layers or "experts" in module:
+        modules: dict[str, set[str]] = {}
+        for name in state:
+            modules.setdefault(name.rpartition(".")[0], set()).add(name)
+        for module, names in modules.items():
+            if names.isdisjoint(changed) or module in layers or "experts" in module:
                 continue
-            names = {name for name in state if name.rpartition(".")[0] == module}
-            is_shared = bool(tied & names)
-            if self.embedding in changed & names:
+            is_shared = not names.isdisjoint(tied)
+            if self.embedding in names and self.embedding in changed:
                 indices = rows(self.embedding)
                 is_shared &= all(self.ties.get(head) != self.embedding for head in self.having(Role.WHOLE))
                 if is_shared or len(indices) < len(state[self.embedding]) // 2:
@@ -189,11 +190,13 @@ def sort(folder: Path, config: dict, tuned: TensorSource, base: TensorSource) ->
     heads = HEADS.get(task, ())
 
     def module_of(name: str) -> str:
+        """Returns `Part.module`."""
         names = name.split(".")
         modules = [".".join(names[:i]) for i in range(1, len(names))]
         return next((module for module in modules if module.endswith(heads)), ".".join(names[:-1]))  # "pre_classifier", too
 
     def role(parameter: str) -> Role:
+        """Returns the role of a parameter by itself. PEFT may match its module with a whole one, or refuse its layer."""
         if parameter in tied and (parameter in were_tied or parameter not in twins):
             return Role.SHARED
         if origins[parameter].converter is not None:
