@@ -27,7 +27,7 @@ import hf_ext
 
 for module in pkgutil.walk_packages(hf_ext.__path__, "hf_ext."):
     # These need more packages: diffusers needs Pillow.
-    needing = ("hf_ext.serving.vllm.", "hf_ext.integration.loading.diffusers", "hf_ext.adapters.diffusers")
+    needing = ("hf_ext.serving.vllm.", "hf_ext.integration.loading.diffusers", "hf_ext.lora_extraction.diffusers")
     if not module.name.endswith("__main__") and not module.name.startswith(needing):
         try:
             importlib.import_module(module.name)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Collection
+from collections.abc import Collection, Set
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -24,12 +23,11 @@ from hf_ext.integration.config_change import plain
 from hf_ext.integration.in_place import tensors_of
 from hf_ext.storage.checkpoint import Checkpoint
 from hf_ext.storage.config_file import forget_encoding, is_merge
-from hf_ext.storage.hub import downloaded
 from hf_ext.storage.layout import ADAPTER
 from hf_ext.storage.names import Names, Ties
 from hf_ext.storage.safetensors_file import Entry, RawTensor
 from hf_ext.storage.source import TensorSource
-from hf_ext.storage.stored import open_checkpoint, split_task
+from hf_ext.storage.stored import split_task
 
 AUTO_CLASSES = {
     TaskType.SEQ_CLS: "AutoModelForSequenceClassification",
@@ -64,60 +62,55 @@ class AdapterSource(TensorSource):
         skeleton = _skeleton(settings, self.config)
         fill_with_nothing(skeleton)
         self.config.architectures = [type(skeleton).__name__]
-        self._ties = Ties(skeleton.all_tied_weights_keys)
         try:
-            self._model = PeftModel.from_pretrained(skeleton, folder, low_cpu_mem_usage=True, torch_device="cpu")
+            model = PeftModel.from_pretrained(skeleton, folder, low_cpu_mem_usage=True, torch_device="cpu")
         except Exception as error:  # of settings of wrong types, too
             raise CheckpointError(f"The adapter {folder} does not fit the base {base}: {error}") from error
-        _require_all_tensors(self._model, folder, base)
+        _require_all_tensors(model, folder, base)
         layers = {path: module for path, module in skeleton.named_modules() if isinstance(module, BaseTunerLayer)}
         self._layers = {  # name of a weight -> the layer that makes it
             f"{_plain(path)}.{parameter}": layer for path, layer in layers.items() for parameter in _changed_by(layer)
         }
-        tied = {
-            name
-            for name in skeleton.all_tied_weights_keys
-            if not self._layers.keys() & {name, *self._ties.others(name)} and name not in self._apart()
-        }
-        names, of_base = self._find_given(skeleton, layers.keys(), tied), Names(base.names())
-        twins = {name: of_base.twin_of(name, self._ties) for name in names - self._given.keys()}
+        ties = Ties(skeleton.all_tied_weights_keys)
+        weights = self._weights_of(skeleton, layers.keys(), ties)
+        self._given = {name: tensor for name, tensor in weights.items() if not _is_nothing(tensor)}
+        of_base = Names(base.names())
+        twins = {name: of_base.twin_of(name, ties) for name in weights if name not in self._given}
         self._twins = {name: twin for name, twin in twins.items() if twin is not None}
-        self._require_twins(skeleton, names - self._given.keys() - self._twins.keys())
+        if orphans := twins.keys() - self._twins.keys():
+            self._require_converted(skeleton, orphans)
+            used = set(self._twins.values())  # Transformers makes the orphans from other tensors, which keep the base's names
+            self._twins |= {name: name for name in base.names() if name not in used}
 
-    def _apart(self) -> set[str]:
-        """Returns the names of tied weights for which the base holds different tensors."""
-        groups = (self.base.distinct(group) for group in self._ties.groups(self.base.names()) if len(group) > 1)
-        return {other for group in groups if len(group) > 1 for name in group for other in (name, *self._ties.others(name))}
-
-    def _find_given(self, skeleton: PreTrainedModel, layers: Collection[str], tied: set[str]) -> set[str]:
-        """Keeps the tensors that the adapter holds whole, and returns the names of all weights.
+    def _weights_of(self, skeleton: PreTrainedModel, layers: Collection[str], ties: Ties) -> dict[str, torch.Tensor]:
+        """Returns all weights by the names that they have without PEFT: those that the adapter holds whole, and tensors of
+        nothing for those of the base.
 
         Args:
             layers: names of the modules that the adapter changes.
-            tied: weights that the base ties to others, none of which the adapter changes.
         """
-        self._given: dict[str, torch.Tensor] = {}
-        names = set()
+        groups = (self.base.distinct(group) for group in ties.groups(self.base.names()) if len(group) > 1)
+        apart = {other for group in groups if len(group) > 1 for name in group for other in (name, *ties.others(name))}
+        tied = {name for name in skeleton.all_tied_weights_keys if not self._layers.keys() & {name, *ties.others(name)}} - apart
+        weights = {}
         for path, tensor in skeleton.state_dict().items():
             name, whole = _plain(path), ".modules_to_save." in path
             parts = path.split(".")
             adapter = any(part != "base_layer" and ".".join(parts[:i]) in layers for i, part in enumerate(parts))
             if adapter and not whole or ".original_module." in path or name in tied and not whole:
                 continue
-            names.add(name)
-            if whole and self._ties.others(name):
+            if whole and ties.others(name):
                 raise CheckpointError(
                     f"The adapter {self.name} trained the whole '{name}', which is tied to another weight in the base. "
                     "Merge it (merge_and_unload), save the model, and give that folder."
                 )
-            if not _is_nothing(tensor):
-                self._given[name] = tensor
-        return names
+            weights[name] = tensor
+        return weights
 
-    def _require_twins(self, skeleton: PreTrainedModel, orphans: set[str]) -> None:
-        """Raises CheckpointError if weights that neither the adapter nor the base has are required, or changed."""
-        converted = any(isinstance(entry, WeightConverter) for entry in get_model_conversion_mapping(skeleton))
-        if orphans and not converted:
+    def _require_converted(self, skeleton: PreTrainedModel, orphans: Set[str]) -> None:
+        """Raises CheckpointError unless loading makes these weights, which neither the adapter nor the base has, from other
+        tensors, and the adapter changes none of them."""
+        if not any(isinstance(entry, WeightConverter) for entry in get_model_conversion_mapping(skeleton)):
             raise CheckpointError(
                 f"Neither the adapter {self.name} nor the base {self.base} has '{min(orphans)}', which a "
                 f"{type(skeleton).__name__} requires. Save the adapter with this module in modules_to_save, or merge it "
@@ -128,9 +121,6 @@ class AdapterSource(TensorSource):
                 f"The adapter {self.name} changes '{stray[0]}', which has no counterpart in the files of the base "
                 f"{self.base}. Merge it with merge_and_unload, save the model, and give that folder."
             )
-        if orphans:  # Transformers makes these from other tensors during loading, which keep the base's names
-            used = set(self._twins.values())
-            self._twins |= {name: name for name in self.base.names() if name not in used}
 
     def require_intact(self) -> None:
         self.base.require_intact()
@@ -226,54 +216,20 @@ def _plain(path: str) -> str:
     return plain(path).replace(TRAINED, "")
 
 
-def load_adapted(
-    adapter: str | os.PathLike, base: str | os.PathLike | None = None, config: PeftConfig | None = None
-) -> PeftModel:
-    """Loads a saved adapter and its base, in the class and with the numbers of labels and words that the adapter needs.
-
-    Args:
-        adapter: folder or Hub id.
-        base: folder or Hub id of the base, if it is not where adapter_config.json says.
-        config: the adapter's configuration; defaults to its adapter_config.json.
-
-    Raises:
-        CheckpointError: the adapter cannot be read, names no base, or does not fit the base.
-        BaseModelError: the base cannot be read.
-    """
-    folder = downloaded(adapter)
-    settings = _settings_of(folder)
-    base = base or settings.base_model_name_or_path
-    if not base:
-        raise CheckpointError(f"The adapter_config.json of {adapter} names no base model. Give the base (--base).")
-    base_config = _config_of(settings, open_checkpoint(base), load_peft_weights(str(folder), device="cpu"))
-    name, kind = _class_of(settings, base_config)
-    # The adapter replaces a head of another shape.
-    model = kind.from_pretrained(base, config=base_config, dtype="auto", ignore_mismatched_sizes=True)
-    try:
-        return PeftModel.from_pretrained(model, folder, config=config)
-    except (RuntimeError, ValueError, KeyError) as error:
-        raise CheckpointError(f"The adapter {adapter} does not fit the base {base}, a {name}: {error}") from error
-
-
-def _class_of(settings: PeftConfig, config: PretrainedConfig) -> tuple[str, Any]:
-    """Returns the class of the model that the adapter was trained on, and its name."""
+def _skeleton(settings: PeftConfig, config: PretrainedConfig) -> PreTrainedModel:
+    """Returns the model that the adapter was trained on, without weights."""
     name = AUTO_CLASSES.get(settings.task_type) or (settings.auto_mapping or {}).get("base_model_class")
     name = str(name or (config.architectures or ["AutoModel"])[0])
-    kind = getattr(transformers, name, None)
-    if name not in AUTO_CLASSES.values() and not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):
+    kind: Any = getattr(transformers, name, None)
+    is_auto = name in AUTO_CLASSES.values()
+    if not is_auto and not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):
         raise CheckpointError(
             f"The adapter was trained on a {name}, which is no model class of Transformers. Merge it (merge_and_unload), save "
             "the model, and give that folder."
         )
-    return name, kind
-
-
-def _skeleton(settings: PeftConfig, config: PretrainedConfig) -> PreTrainedModel:
-    """Returns the model that the adapter was trained on, without weights."""
-    name, kind = _class_of(settings, config)
     try:
         with torch.device("meta"):
-            return kind.from_config(config) if name in AUTO_CLASSES.values() else kind(config)
+            return kind.from_config(config) if is_auto else kind(config)
     except ValueError as error:  # the base has no such class
         raise CheckpointError(
             f"The adapter belongs to a model for {name}, and the base is a {config.model_type} model. Give the base that the "

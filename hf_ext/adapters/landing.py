@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from copy import deepcopy
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import cast
 
 import numpy as np
 import torch
@@ -61,28 +62,24 @@ def lost(model: PreTrainedModel, folder: Path, tokens: int | None = None) -> set
 def not_arrived(state: Mapping[str, torch.Tensor], file: Path) -> set[str]:
     """Returns the tensors that differ between a loaded LoRA and its file, or are in one of them only."""
     saved = load_file(file)
-    differing = {name for name in state.keys() & saved.keys() if not _is_same(state[name], saved[name])}
-    return state.keys() ^ saved.keys() | differing
-
-
-def require_loadable(kind: type, lost: Callable[[], set[str]]) -> None:
-    """Raises CheckpointError unless all of a saved LoRA of this class of model arrives. `lost` returns what does not."""
-    try:
-        names = sorted(lost())
-    except Exception as error:  # of many types
-        raise CheckpointError(f"PEFT cannot load this LoRA of a {kind.__name__}: {error}") from error
-    if names:
-        raise CheckpointError(f"PEFT cannot load this LoRA of a {kind.__name__}: '{names[0]}' does not fit.")
+    missed = state.keys() ^ saved.keys()
+    for name in state.keys() & saved.keys():
+        loaded, expected = state[name], saved[name]
+        is_like = loaded.shape == expected.shape and not loaded.is_meta
+        data = RawTensor.from_torch(expected).data
+        if not is_like or not np.array_equal(RawTensor.from_torch(loaded.to(expected.dtype)).data, data):
+            missed.add(name)
+    return missed
 
 
 def layers_that_load(
-    model: PreTrainedModel, layers: Mapping[str, tuple[int, int]], config: Callable[[Iterable[str]], LoraConfig]
+    model: PreTrainedModel, layers: Collection[str], config: Callable[[Iterable[str]], LoraConfig]
 ) -> set[str]:
     """Returns the layers whose LoRA arrives where PEFT loads it, together with those of the others.
 
     Args:
         model: the base, on the meta device.
-        layers: inputs and outputs of the layers, by module.
+        layers: names of linear layers.
         config: returns the configuration of a LoRA of rank 1 for some layers.
 
     Raises:
@@ -100,8 +97,10 @@ def layers_that_load(
             marks = {}
             for i, name in enumerate(sorted(names)):
                 mark = math.ldexp(128 + i % 128, i // 128 - 16)  # of no other layer, and exact in all types of weights
-                marks[f"{PREFIX}{name}.lora_A.weight"] = torch.full((1, layers[name][0]), mark)
-                marks[f"{PREFIX}{name}.lora_B.weight"] = torch.full((layers[name][1], 1), mark)
+                layer = model.get_submodule(name)
+                rows, columns = layer.weight.T.shape if isinstance(layer, Conv1D) else layer.weight.shape
+                marks[f"{PREFIX}{name}.lora_A.weight"] = torch.full((1, columns), mark)
+                marks[f"{PREFIX}{name}.lora_B.weight"] = torch.full((rows, 1), mark)
             save_file(marks, folder / ADAPTER, metadata={"format": "pt"})
             try:
                 missed = lost(model, folder)
@@ -110,8 +109,9 @@ def layers_that_load(
                 return set()
         return {name for name in names if not {f"{PREFIX}{name}.lora_{side}.weight" for side in "AB"} & missed}
 
-    names, all_names = arriving({*layers}), {*layers}
-    if not names and layers:  # PEFT refuses all because of a few, such as Mamba's out_proj
+    all_names = {*layers}
+    names = arriving(all_names)
+    if not names:  # PEFT refuses all because of a few, such as Mamba's out_proj
         groups: dict[str, set[str]] = {}
         for name in layers:
             groups.setdefault(re.sub(r"\d+", "#", name), set()).add(name)
@@ -141,9 +141,6 @@ def targets_that_load(model: nn.Module, config: LoraConfig) -> tuple[set[str], s
     except Exception:  # a class of someone's own may need more than a configuration
         return set(), set()
     targets = compat.linear_targets(config, skeleton)
-    weights = {name: skeleton.get_submodule(name).weight.shape for name in targets}
-    transposed = {name for name in targets if isinstance(skeleton.get_submodule(name), Conv1D)}
-    shapes = {name: (m, n) if name in transposed else (n, m) for name, (m, n) in weights.items()}
     plain = {"r": 1, "rank_pattern": {}, "alpha_pattern": {}, "use_dora": False, "bias": "none", "task_type": None}
     plain |= {"modules_to_save": None, "trainable_token_indices": None}
 
@@ -152,15 +149,23 @@ def targets_that_load(model: nn.Module, config: LoraConfig) -> tuple[set[str], s
         vars(result).update(plain | ({"target_modules": {*names}} if is_all_linear(config) else {}))
         return result
 
-    return targets, layers_that_load(skeleton, shapes, config_of)
+    return targets, layers_that_load(skeleton, targets, config_of)
 
 
 def is_all_linear(config: LoraConfig) -> bool:
     return str(config.target_modules).lower() == "all-linear"
 
 
-def _is_same(loaded: torch.Tensor, saved: torch.Tensor) -> bool:
-    if loaded.shape != saved.shape or loaded.is_meta:
+def computes_as_linear(layer: nn.Module) -> bool:
+    """Checks whether a layer computes as PyTorch's linear layer does. Some have a forward of their own, such as Falcon's."""
+    if type(layer).forward in (nn.Linear.forward, Conv1D.forward):
+        return True
+    if any(layer.children()) or {name for name, _ in layer.named_parameters()} - {"weight", "bias"}:
         return False
-    values, expected = (RawTensor.from_torch(tensor.to(saved.dtype)).data for tensor in (loaded, saved))
-    return np.array_equal(values, expected)
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            small = cast(nn.Linear, type(layer)(3, 2))
+            x = 3 * torch.randn(8, 3, dtype=small.weight.dtype)
+            return torch.allclose(small(x), nn.functional.linear(x, small.weight, small.bias))
+    except Exception:  # it takes other arguments, or has other weights
+        return False

@@ -5,23 +5,23 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from hf_ext.adapters.adapter_source import AdapterSource
-from hf_ext.adapters.landing import require_loadable
-from hf_ext.adapters.lora_layers import LoraLayers, Pair, lora_layers
 from hf_ext.display import percent
 from hf_ext.errors import BaseModelError, CheckpointError, HfExtError
 from hf_ext.integration import versions
 from hf_ext.integration.cards import write_card
 from hf_ext.lora_extraction.factors import Aim, Changes, Factors
 from hf_ext.lora_extraction.report import LayerLora, LoraReport
+from hf_ext.lora_extraction.roles import LEFT_OUT, Parts, Role, sort
 from hf_ext.storage.config_file import CONFIG, read_config
 from hf_ext.storage.delta.source import DeltaCheckpoint
 from hf_ext.storage.files import require_another_folder, staged_folder
@@ -38,6 +38,7 @@ from hf_ext.storage.stored import Stored, open_counterpart
 HEADER = 256  # bytes of a file's header for each tensor, at most
 MOST_TOKENS = 1024  # of a text
 WRITER = {"writer": "hf_ext extract-lora"}  # in the metadata of the file: a later extraction may overwrite it
+OPTIONS = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "target_modules")  # of LoraConfig: those of all its versions
 TOKENS = "token_adapter.trainable_tokens_delta"  # the rows of an embedding there, after the module's name
 
 
@@ -88,112 +89,115 @@ def extract_lora(
     aim, target = Aim(rank, energy, max_size), Path(out)
     require_another_folder(target, [fine_tune, base])
     require_place(target, overwrite or partial(_is_result, target))
-    models = _open(downloaded(fine_tune), base, revision)
-    folder, source, prior = models.folder, models.source, models.base
-    for paths in models.paths:
-        require_another_folder(target, [folder, *paths])
+    pipeline = downloaded(fine_tune)
+    models = _open(pipeline, base, revision)
+    (place, (source, prior)), *components = models.items()
+    folder = pipeline / place
+    require_another_folder(target, [folder, *(path for pair in models.values() for one in pair for path in one.paths)])
     if (folder / ADAPTER_CONFIG).exists():  # beside the model that it belongs to: from_pretrained loads both
         source = AdapterSource(folder, source)
-    parts = _sorted(folder, source, prior)
+
+    parts = _sort(folder, source, prior)
     if modules_to_save and parts.library == "diffusers":
         raise HfExtError("modules_to_save=True is not supported: diffusers loads no norms and embeddings with a LoRA.")
+    layers = parts.having(Role.LORA)
     tokens = None if texts is None else _tokens(folder, parts, texts)
-    changes = Changes(source, prior, parts.layers | parts.others, parts.layers)
-    if not parts.layers:
+    changes = Changes(source, prior, {name: (part.tensor, part.twin) for name, part in parts.parts.items()}, layers)
+    if not layers:
         raise CheckpointError(
             f"No linear layer of {folder} that PEFT can adapt is in the base {prior} under a name that loading knows. If "
             "both have some, load both with Transformers, save them again, and give the new folders."
         )
-    largest = max(min(changes.shape(layer)) for layer in parts.layers)
+    largest = max(min(changes.compared[name].shape) for name in layers)
     if rank is not None and rank > largest:
         raise HfExtError(f"rank={rank} is larger than the smaller side of any linear layer of {folder}, at most {largest}.")
-    changed, resized = changes.energies(parts.others), changes.resized()
+    changed = changes.energies(parts.having(*LEFT_OUT))
     if modules_to_save:
-        parts = parts.with_changed(changed, changes.rows, resized.keys() & parts.layers.keys())
-    resize = _resize(parts, resized, tokens, prior)
-    state = {name: source.read(tensor).to_torch() for name, tensor in parts.whole.items()}
-    state |= {f"{module}.{TOKENS}": source.read(tensor).to_torch()[rows] for module, (tensor, rows) in parts.tokens.items()}
-    rest = sum(tensor.nbytes + HEADER for tensor in state.values()) + 2 * HEADER * len(parts.layers)
-    factors = _fit(changes, parts.layers, aim, rest)
+        parts = parts.with_changed(changed.keys() | (changes.resized & layers.keys()), changes.rows)
+    layers, left_out = parts.having(Role.LORA), parts.having(*LEFT_OUT)
+    resize = fitting = None  # numbers of tokens that the base must get, or keep, to load the adapter
+    if parts.embedding in changes.resized:
+        new, old = changes.compared[parts.embedding].rows
+        resize, fitting = (None, old) if parts.embedding in left_out else (new, None)
+    if fitting is not None and any(int(ids.max()) >= fitting for ids in tokens or []):
+        raise HfExtError(f"The texts (--eval) hold tokens that the base {prior} lacks. Give texts without them.")
+
+    state = {name: source.read(part.tensor).to_torch() for name, part in parts.having(Role.WHOLE).items()}
+    for part in parts.having(Role.ROWS).values():
+        state[f"{part.module}.{TOKENS}"] = source.read(part.tensor).to_torch()[[*part.rows]]
+    factors = _fit(changes, layers, aim, sum(tensor.nbytes + HEADER for tensor in state.values()) + 2 * HEADER * len(layers))
     if not factors:
         raise CheckpointError(
             f"No linear layer of {folder} that PEFT can adapt differs from that of the base {prior}: "
             "there is nothing to extract."
         )
-    omitted = {
-        **{name: change for name, change in changed.items() if name in parts.others},
-        **{
-            f"{layer}.weight": change
-            for layer, change in changes.energies(layer for layer in parts.layers if layer not in factors).items()
-        },
-        **_component_changes(models.components),
-    }
-    size = sum(source.entry(name).nbytes for name in source.names())
-    report = LoraReport([], 0, size, parts.carried, omitted, added_tokens=resize.added, resize=resize.base)
-    name = prior.name.removesuffix(f"/{models.place}")
-    report = _write(parts, factors, state, name, target, report, resize.fitting, overwrite)
-    return report if tokens is None else replace(report, losses=_losses(folder, prior, target, tokens, resize.base))
+
+    omitted = {name: change for name, change in changed.items() if name in left_out}
+    omitted |= changes.energies(name for name in layers if name not in factors)
+    for component, pair in components:
+        omitted |= _component_changes(component, *pair)
+    report = LoraReport(
+        [
+            LayerLora(layers[name].module, len(right), change, kept, left.nbytes + right.nbytes)
+            for name, (left, right, change, kept) in factors.items()
+        ],
+        size=0,
+        original_size=sum(source.entry(name).nbytes for name in source.names()),
+        whole=[*parts.whole_modules, *(f"{part.module} ({len(part.rows)} rows)" for part in parts.having(Role.ROWS).values())],
+        omitted=omitted,
+        added_tokens=max(changes.compared[parts.embedding].rows[0] - fitting, 0) if fitting is not None else 0,
+        resize=resize,
+    )
+    size = _write(parts, state, factors, report, prior.name.removesuffix(f"/{place}"), target, fitting, overwrite)
+    losses = {} if tokens is None else _losses(folder, prior, target, tokens, resize)
+    return replace(report, size=size, losses=losses)
 
 
-@dataclass(frozen=True)
-class _Models:
-    """A fine-tune and its base, with the other components of a pipeline, by name.
-
-    Attributes:
-        place: the component of the pipeline to which the LoRA belongs; empty for a model.
-        folder: of the fine-tune.
-    """
-
-    place: str
-    folder: Path
-    source: TensorSource
-    base: TensorSource
-    components: Mapping[str, tuple[TensorSource, TensorSource]]
-
-    @property
-    def paths(self) -> list[Sequence[Path]]:
-        """The files of all models."""
-        return [one.paths for pair in [(self.source, self.base), *self.components.values()] for one in pair]
-
-
-@dataclass(frozen=True)
-class _Resize:
-    """Other numbers of tokens than the fine-tune's.
-
-    Attributes:
-        added: number of tokens that the adapter lacks.
-        base: number of tokens that the base must have to load the adapter, if it is another one.
-        fitting: number of tokens of the base, if the adapter fits only that.
-    """
-
-    added: int = 0
-    base: int | None = None
-    fitting: int | None = None
-
-
-def _open(pipeline: Path, base: str | os.PathLike | None, revision: str | None) -> _Models:
-    """Opens a fine-tune and its base. Of a pipeline, opens all components."""
+def _open(pipeline: Path, base: str | os.PathLike | None, revision: str | None) -> dict[str, tuple[TensorSource, TensorSource]]:
+    """Opens a fine-tune and its base, under the name ''. Of a pipeline, opens all components, by name, that to which
+    `load_lora_weights` adds a LoRA first."""
     places = models_in(pipeline)
-    place = next((name for name in ("transformer", "unet") if name in places), "")  # to which `load_lora_weights` adds a LoRA
-    source, prior = _open_pair(pipeline, place, base, revision)
-    components = {name: _open_pair(pipeline, name, base, revision) for name in places if name != place}
-    return _Models(place, pipeline / place, source, prior, components)
+    first = next((name for name in ("transformer", "unet") if name in places), "")
+    return {place: _open_pair(pipeline / place, place, base, revision) for place in dict.fromkeys([first, *places])}
 
 
-def _resize(
-    parts: LoraLayers, resized: Mapping[str, tuple[int, int]], tokens: Iterable[torch.Tensor] | None, base: TensorSource
-) -> _Resize:
-    """Returns how the number of tokens of the base and of the adapter differ. Raises HfExtError if the base lacks tokens of the
-    texts and the adapter does not add them."""
-    rows = resized.get(f"{parts.embedding}.weight")
-    if rows is None:
-        return _Resize()
-    tuned, prior = rows
-    if f"{parts.embedding}.weight" not in parts.others:
-        return _Resize(base=tuned)
-    if any(int(ids.max()) >= prior for ids in tokens or []):
-        raise HfExtError(f"The texts (--eval) hold tokens that the base {base} lacks. Give texts without them.")
-    return _Resize(added=max(tuned - prior, 0), fitting=prior)
+def _open_pair(
+    folder: Path, place: str, base: str | os.PathLike | None, revision: str | None
+) -> tuple[TensorSource, TensorSource]:
+    """Opens a model and its base, or the component `place` of the base. Checks that the model is a fine-tune of the base."""
+    stored = Stored(os.fspath(folder))
+    stored.require_unquantized()
+    source: TensorSource = stored.tensors()
+    link = source
+    recorded: list[TensorSource] = []  # the base of a compressed fine-tune, the base of that base, …
+    while isinstance(link, DeltaCheckpoint) and not isinstance(link.base, NoBase):
+        link = link.base
+        recorded.append(link)
+    if base is None:
+        if not recorded:
+            raise BaseModelError(f"{source} records no base. Give the model that it was fine-tuned from (--base).")
+        return source, recorded[0]
+    prior = open_counterpart(base, place, revision)
+    if not recorded and (reason := unrelated(source, prior)):
+        raise BaseModelError(f"{reason} `hf-ext find-base {source.name}` looks for the base.")
+    if recorded and all(model.fingerprint != prior.fingerprint for model in recorded):
+        raise BaseModelError(f"{source} was compressed against {recorded[0]}, and {prior} is another model.")
+    return source, prior
+
+
+def _sort(folder: Path, source: TensorSource, prior: TensorSource) -> Parts:
+    """Sorts the tensors of a fine-tune by their roles. The errors are those of `roles.sort`.
+
+    Raises:
+        ImportError: the model is one of diffusers, which is not installed.
+    """
+    config = read_config(folder / CONFIG)
+    if "_class_name" not in config:
+        return sort(folder, config, source, prior)
+    versions.require("A LoRA of a diffusers model", "diffusers>=0.39")
+    from hf_ext.lora_extraction import diffusers_lora
+
+    return diffusers_lora.sort(folder, config, source, prior)
 
 
 def _fit(changes: Changes, layers: Iterable[str], aim: Aim, rest: int) -> dict[str, Factors]:
@@ -210,77 +214,28 @@ def _fit(changes: Changes, layers: Iterable[str], aim: Aim, rest: int) -> dict[s
     if rest >= aim.max_size:
         raise HfExtError(f"max_size={aim.max_size} is too small: without any component, the adapter takes up to {rest} bytes.")
     factors = changes.factors(layers, replace(aim, max_size=aim.max_size - rest))
-    if not factors and (needed := min((changes.cost(layer) for layer in changes.energies(layers)), default=0)):
+    if not factors and (needed := min((changes.compared[layer].cost for layer in changes.energies(layers)), default=0)):
         raise HfExtError(f"max_size={aim.max_size} is too small: with one component, the adapter takes {rest + needed} bytes.")
     return factors
 
 
-def _component_changes(components: Mapping[str, tuple[TensorSource, TensorSource]]) -> dict[str, float | None]:
-    """Returns the energies of the changes of a pipeline's components, by component and tensor."""
-    energies: dict[str, float | None] = {}
-    for component, (source, prior) in components.items():
-        pairs = {name: Pair(name, name if name in prior else "") for name in source.names()}
-        changes = Changes(source, prior, pairs, ()).energies(pairs)
-        energies |= {f"{component}.{name}": change for name, change in changes.items()}
-    return energies
-
-
-def _open_pair(
-    folder: Path, place: str, base: str | os.PathLike | None, revision: str | None
-) -> tuple[TensorSource, TensorSource]:
-    """Opens the model in a place of a folder, and its base."""
-    stored = Stored(os.fspath(folder / place))
-    stored.require_unquantized()
-    source = stored.tensors()
-    return source, _base_of(source, place, base, revision)
-
-
-def _base_of(source: TensorSource, place: str, base: str | os.PathLike | None, revision: str | None) -> TensorSource:
-    """Opens the base, or its component of this name, and checks that the fine-tune is one of it."""
-    recorded = source.base if isinstance(source, DeltaCheckpoint) else NoBase()
-    if base is None:
-        if isinstance(recorded, NoBase):
-            raise BaseModelError(f"{source} records no base. Give the model that it was fine-tuned from (--base).")
-        return recorded
-    prior = open_counterpart(base, place, revision)
-    if isinstance(recorded, NoBase):
-        if reason := unrelated(source, prior):
-            raise BaseModelError(f"{reason} `hf-ext find-base {source.name}` looks for the base.")
-        return prior
-    link: TensorSource = source
-    while isinstance(link, DeltaCheckpoint):
-        link = link.base
-        if not isinstance(link, NoBase) and link.fingerprint == prior.fingerprint:
-            return prior
-    raise BaseModelError(f"{source} was compressed against {recorded}, and {prior} is another model.")
-
-
-def _sorted(folder: Path, source: TensorSource, prior: TensorSource) -> LoraLayers:
-    """Sorts a model's parameters by the way in which a LoRA can carry them.
-
-    Raises:
-        CheckpointError: as `lora_layers` does.
-        ImportError: the model is one of diffusers, which is not installed.
-    """
-    if "_class_name" not in read_config(folder / CONFIG):
-        return lora_layers(folder, source, prior)
-    versions.require("A LoRA of a diffusers model", "diffusers>=0.39")
-    from hf_ext.adapters.diffusers_lora import diffusers_layers
-
-    return diffusers_layers(folder, source, prior)
+def _component_changes(component: str, source: TensorSource, prior: TensorSource) -> dict[str, float | None]:
+    """Returns the energies of the changes of a component of a pipeline, by component and tensor."""
+    pairs = {name: (name, name if name in prior else "") for name in source.names()}
+    return {f"{component}.{name}": change for name, change in Changes(source, prior, pairs, ()).energies(pairs).items()}
 
 
 def _write(
-    parts: LoraLayers,
-    factors: Mapping[str, Factors],
+    parts: Parts,
     whole: Mapping[str, torch.Tensor],
+    factors: Mapping[str, Factors],
+    report: LoraReport,
     base: str,
     out: Path,
-    report: LoraReport,
     tokens: int | None,
     overwrite: bool,
-) -> LoraReport:
-    """Writes the adapter's folder, all of it or nothing. Returns the report with the layers and the size.
+) -> int:
+    """Writes the adapter's folder, all of it or nothing. Returns the size of its weights.
 
     Args:
         tokens: number of tokens of the base, if the adapter loads into a base with another number than the fine-tune's.
@@ -289,29 +244,37 @@ def _write(
         CheckpointError: PEFT would not load all of the adapter.
     """
     state = dict(whole)
-    for layer, (left, right, change, kept) in factors.items():
-        report.layers.append(LayerLora(layer, len(right), change, kept, left.nbytes + right.nbytes))
-        B, A = (right.T, left.T) if parts.layers[layer].transposed else (left, right)
-        kernel = parts.model.get_submodule(layer).weight.shape[2:]
+    for name, (left, right, _, _) in factors.items():
+        module = parts.parts[name].module
+        layer = parts.model.get_submodule(module)
+        B, A = (right.T, left.T) if isinstance(layer, Conv1D) else (left, right)
+        kernel = layer.weight.shape[2:]
         A, B = A.reshape(len(A), -1, *kernel), B.reshape(*B.shape, *[1 for _ in kernel])
-        state |= {f"{layer}.lora_A.weight": A.contiguous(), f"{layer}.lora_B.weight": B.contiguous()}
+        state |= {f"{module}.lora_A.weight": A.contiguous(), f"{module}.lora_B.weight": B.contiguous()}
     config = parts.config({layer.layer: layer.rank for layer in report.layers}, base)
+    metadata, kind = {"format": "pt"} | WRITER, type(parts.model).__name__
+    if parts.library == "diffusers":
+        options = {f"{parts.prefix}{name}": getattr(config, name) for name in OPTIONS}
+        metadata["lora_adapter_metadata"] = json.dumps(options, default=sorted)
     with staged_folder(out, overwrite=overwrite or partial(_is_result, out)) as stage:
         tensors = {f"{parts.prefix}{name}": RawTensor.from_torch(tensor) for name, tensor in state.items()}
         entries = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-        metadata = {"format": "pt"} | WRITER | parts.metadata(config)
         write_files([ComputedFile(parts.file, entries, tensors.__getitem__, metadata)], stage, "Writing")
-        if parts.file == ADAPTER:
+        if parts.library == "peft":
             config.save_pretrained(stage)
-        require_loadable(type(parts.model), lambda: parts.lost(stage, tokens))
-        report = replace(report, size=(stage / parts.file).stat().st_size)
+        try:
+            lost = sorted(parts.lost(parts.model, stage, tokens))
+        except Exception as error:  # of many types
+            raise CheckpointError(f"PEFT cannot load this LoRA of a {kind}: {error}") from error
+        if lost:
+            raise CheckpointError(f"PEFT cannot load this LoRA of a {kind}: '{lost[0]}' does not fit.")
         description = (
             f"It approximates the change of {len(report.layers)} layers, with rank {config.r} and less.\n"
             f"It keeps {percent(report.energy)} of the energy of the change (relative error {percent(report.error)})."
         )
-        figures = {"description": description, "base_class": type(parts.model).__name__, "resize": report.resize}
+        figures = {"description": description, "base_class": kind, "resize": report.resize}
         write_card(stage, "lora", [base], "adapter", target=out, tags=["lora"], library=parts.library, **figures)
-    return report
+        return (stage / parts.file).stat().st_size
 
 
 def _is_result(out: Path) -> bool:
@@ -337,7 +300,7 @@ def read_texts(path: str | os.PathLike) -> list[str]:
     return texts
 
 
-def _tokens(folder: Path, parts: LoraLayers, texts: Iterable[str]) -> list[torch.Tensor]:
+def _tokens(folder: Path, parts: Parts, texts: Iterable[str]) -> list[torch.Tensor]:
     """Returns the tokens of texts for a causal language model."""
     if parts.task != "CAUSAL_LM":
         raise HfExtError(f"{folder} is not a causal language model: texts (--eval) cannot evaluate it.")

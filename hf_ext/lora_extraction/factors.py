@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,9 +19,6 @@ from hf_ext.storage.prefetch import Prefetcher, progress
 from hf_ext.storage.safetensors_file import torch_dtype
 from hf_ext.storage.source import TensorSource, rows_of
 from hf_ext.storage.subspace import Components, block_width, leading, random_directions
-
-if TYPE_CHECKING:
-    from hf_ext.adapters.lora_layers import Pair
 
 DEFAULT_RANK = 32
 LEAST_SQUARE = 1e-30  # mean square of a change below which single precision may lose squares
@@ -108,26 +105,53 @@ class Factors(NamedTuple):
     kept: float
 
 
+class Compared(NamedTuple):
+    """A tensor of the fine-tune with its counterpart in the base.
+
+    Attributes:
+        tensor, twin: their names in the two models.
+        rows: the numbers of rows in the two models.
+        shape: of the rows that both have, as a matrix. A vector is one row.
+        dtypes: the types in the two models.
+        dtype: type of a LoRA's factors: that of the fine-tune's tensor, or F32 for F64.
+        cost: bytes of one component of a LoRA; 0 if the tensor does not hold floats.
+    """
+
+    tensor: str
+    twin: str
+    rows: tuple[int, int]
+    shape: tuple[int, int]
+    dtypes: tuple[str, str]
+    dtype: str
+    cost: int
+
+
 class Changes:
     """The differences of a fine-tune's tensors from those of its base. Rows that only one of the models has, such as those of
     added tokens, do not count.
 
     Args:
         tuned, base: the two models.
-        pairs: the tensors to compare, by any names.
+        pairs: the names of the tensors to compare in the two models, by any names. Empty in the base for those without
+            counterpart.
         layers: names of those that get a LoRA.
+
+    Attributes:
+        compared: the tensors that have a counterpart.
+        resized: names of those that have more rows in one of the models.
 
     Raises:
         CheckpointError: two tensors differ in the shape of their rows, or a layer's tensors do not hold floats.
     """
 
-    def __init__(self, tuned: TensorSource, base: TensorSource, pairs: Mapping[str, Pair], layers: Collection[str]):
-        self._tuned, self._base, self._pairs = tuned, base, pairs
-        for name, (tensor, twin, _) in pairs.items():
+    def __init__(self, tuned: TensorSource, base: TensorSource, pairs: Mapping[str, tuple[str, str]], layers: Collection[str]):
+        self._tuned, self._base = tuned, base
+        self.compared: dict[str, Compared] = {}
+        for name, (tensor, twin) in pairs.items():
             if not twin:
                 continue
             entry, prior = tuned.entry(tensor), base.entry(twin)
-            if name in layers and not self._dtypes(name) <= FLOATS.keys():
+            if name in layers and not {entry.dtype, prior.dtype} <= FLOATS.keys():
                 raise CheckpointError(
                     f"Tensor '{tensor}' is {entry.dtype} in {tuned} and {prior.dtype} in the base {base}. A LoRA requires "
                     "floats of 16, 32 or 64 bits; give models that are not quantized."
@@ -137,37 +161,12 @@ class Changes:
                     f"Tensor '{tensor}' is {list(entry.shape)} in {tuned} and {list(prior.shape)} in the base {base}. A LoRA "
                     "cannot change shapes."
                 )
-
-    def _dtypes(self, name: str) -> set[str]:
-        pair = self._pairs[name]
-        return {self._tuned.entry(pair.tensor).dtype, self._base.entry(pair.twin).dtype}
-
-    def _all_rows(self, name: str) -> tuple[int, int]:
-        """Returns the numbers of rows in both models."""
-        pair = self._pairs[name]
-        rows = (source.entry(tensor).shape[:1] for source, tensor in ((self._tuned, pair.tensor), (self._base, pair.twin)))
-        tuned, base = (shape[0] if shape else 1 for shape in rows)
-        return tuned, base
-
-    def resized(self) -> dict[str, tuple[int, int]]:
-        """Returns the numbers of rows, in both models, of the tensors that have more in one of them."""
-        rows = {name: self._all_rows(name) for name, pair in self._pairs.items() if pair.twin}
-        return {name: (tuned, base) for name, (tuned, base) in rows.items() if tuned != base}
-
-    def shape(self, name: str) -> tuple[int, int]:
-        """Returns the shape of a tensor as a matrix. A vector is one row."""
-        rows = min(self._all_rows(name))
-        shape = self._tuned.entry(self._pairs[name].tensor).shape
-        return (1, rows) if len(shape) < 2 else (rows, math.prod(shape[1:]))
-
-    def dtype(self, name: str) -> str:
-        """Returns the type of a LoRA's factors: that of the fine-tune's tensor, or F32 for F64."""
-        dtype = self._tuned.entry(self._pairs[name].tensor).dtype
-        return "F32" if dtype == "F64" else dtype
-
-    def cost(self, name: str) -> int:
-        """Returns the bytes of one component."""
-        return sum(self.shape(name)) * WIDTHS[self.dtype(name)]
+            rows = (entry.shape[0], prior.shape[0]) if entry.shape else (1, 1)
+            shape = (min(rows), math.prod(entry.shape[1:])) if len(entry.shape) > 1 else (1, min(rows))
+            dtype = "F32" if entry.dtype == "F64" else entry.dtype
+            cost = sum(shape) * WIDTHS.get(dtype, 0)
+            self.compared[name] = Compared(tensor, twin, rows, shape, (entry.dtype, prior.dtype), dtype, cost)
+        self.resized = {name for name, pair in self.compared.items() if pair.rows[0] != pair.rows[1]}
 
     @contextmanager
     def change(self, name: str) -> Iterator[Change | None]:
@@ -176,10 +175,11 @@ class Changes:
         Raises:
             CheckpointError: a changed tensor holds values that are not finite.
         """
-        pair, (rows, columns), counts = self._pairs[name], self.shape(name), self._all_rows(name)
+        pair = self.compared[name]
+        rows, columns = pair.shape
         tuned, base = self._tuned.read(pair.tensor), self._base.read(pair.twin)
-        if len({*counts}) > 1:
-            tuned, base = (rows_of(raw, 0, min(counts)) for raw in (tuned, base))
+        if name in self.resized:
+            tuned, base = (rows_of(raw, 0, min(pair.rows)) for raw in (tuned, base))
         if tuned.dtype == base.dtype and np.array_equal(tuned.data, base.data):
             yield None
         else:
@@ -188,8 +188,7 @@ class Changes:
                     raise CheckpointError(
                         f"Tensor '{tensor}' of {source} holds values that are NaN or infinite. A LoRA requires finite weights."
                     )
-            dtypes = {tuned.dtype, base.dtype}
-            dtype = tuned.dtype if len(dtypes) == 1 else "F64" if "F64" in dtypes else "F32"
+            dtype = tuned.dtype if tuned.dtype == base.dtype else "F64" if "F64" in pair.dtypes else "F32"
             data, prior = (cast(raw.data, raw.dtype, dtype) for raw in (tuned, base))
             change = Change(data, prior, dtype, columns)
             if dtype == "F64" or not LEAST_SQUARE * rows * columns < change.energy < MOST_ENERGY:
@@ -205,24 +204,23 @@ class Changes:
         those that are not floats, and where all that changed is the number of rows."""
 
         def energy(name: str) -> float | None:
-            tuned, base = self._all_rows(name)
-            if not self._dtypes(name) <= FLOATS.keys():
-                pair = self._pairs[name]
-                is_equal = tuned == base and self._tuned.identity(pair.tensor) == self._base.identity(pair.twin)
+            pair = self.compared[name]
+            if not {*pair.dtypes} <= FLOATS.keys():
+                is_equal = name not in self.resized and self._tuned.identity(pair.tensor) == self._base.identity(pair.twin)
                 return 0.0 if is_equal else None
             with self.change(name) as change:
                 if change is None:
-                    return 0.0 if tuned == base else None
+                    return None if name in self.resized else 0.0
                 return change.energy / change.scale**2
 
-        pairs = {name: self._pairs[name] for name in names}
-        sizes = {name: 0 for name, pair in pairs.items() if pair.twin and 0 not in self.shape(name)}
-        unknown = dict.fromkeys(name for name, pair in pairs.items() if not pair.twin)
+        pairs = {name: self.compared.get(name) for name in names}
+        unknown = dict.fromkeys(name for name, pair in pairs.items() if pair is None)
+        sizes = {name: 0 for name, pair in pairs.items() if pair and 0 not in pair.shape}
         return unknown | {name: change for name, change in Prefetcher(energy, sizes) if change != 0}
 
     def rows(self, name: str) -> list[int]:
         """Returns the indices of the rows that changed or were added."""
-        (tuned, base), rows = self._all_rows(name), np.array([], int)
+        (tuned, base), rows = self.compared[name].rows, np.array([], int)
         with self.change(name) as change:
             if change is not None:
                 rows = np.flatnonzero(np.concatenate([change.rows(band)[1] for band in change.bands()]))
@@ -232,58 +230,47 @@ class Changes:
         """Returns the leading singular components of a change, at most `count`."""
         with self.change(name) as change:
             if change is None:
-                rows, columns = self.shape(name)
+                rows, columns = self.compared[name].shape
                 return Decomposed(Components(np.empty(0), torch.empty(rows, 0), torch.empty(0, columns)))
-            values, left, right = leading_of(change, count)
+            start = random_directions(change.shape[1], block_width(count, change.shape))
+            values, left, right = leading(change.product, start, ROUNDS)
             return Decomposed(Components(values[:count], left[:, :count], right[:count]), change.energy, change.scale)
 
     def factors(self, names: Iterable[str], aim: Aim) -> dict[str, Factors]:
         """Returns the LoRA of each matrix that gets a rank. Computes further components where their choice needs them."""
-        limits = {name: min(*self.shape(name), aim.rank or max(self.shape(name))) for name in names}
+        pairs = {name: self.compared[name] for name in names}
+        limits = {name: min(*pair.shape, aim.rank or max(pair.shape)) for name, pair in pairs.items()}
         first = aim.rank or DEFAULT_RANK if aim.is_uniform else DEFAULT_RANK
         counts = {name: min(first, limit) for name, limit in limits.items()}
         decomposed: dict[str, Decomposed] = {}
         missing, ranks = list(counts), dict[str, int]()
 
-        def compute(name: str) -> Decomposed:
-            return self.decomposed(name, counts[name])
-
         with progress("Decomposing", len(missing)) as bar:
             while missing:
-                sizes = {name: 4 * sum(self.shape(name)) * counts[name] for name in missing}
-                for name, result in Prefetcher(compute, sizes):
+                sizes = {name: 4 * sum(pairs[name].shape) * counts[name] for name in missing}
+                for name, result in Prefetcher(lambda name: self.decomposed(name, counts[name]), sizes):
                     decomposed[name] = result
                     bar.update(not ranks)
                 spectra = {
-                    name: Spectrum(components.values / scale, energy / scale**2, self.cost(name))
+                    name: Spectrum(components.values / scale, energy / scale**2, pairs[name].cost)
                     for name, (components, energy, scale) in decomposed.items()
                 }
                 ranks = aim.ranks(spectra)
                 missing = [name for name, rank in ranks.items() if rank == counts[name] < limits[name] and not aim.is_uniform]
-                counts |= {name: min(2 * counts[name], limits[name]) for name in missing}
+                counts.update({name: min(2 * counts[name], limits[name]) for name in missing})
 
-        def factor(name: str) -> Factors:  # in a thread of its own, as PyTorch's threads cost more than they save here
-            return self._factors(name, decomposed.pop(name), ranks[name])
-
-        return dict(Prefetcher(factor, {name: self.cost(name) * rank for name, rank in ranks.items() if rank}))
+        sizes = {name: pairs[name].cost * rank for name, rank in ranks.items() if rank}
+        # In threads of their own, as PyTorch's threads cost more than they save here.
+        return dict(Prefetcher(lambda name: self._factors(name, decomposed.pop(name), ranks[name]), sizes))
 
     def _factors(self, name: str, decomposed: Decomposed, rank: int) -> Factors:
-        (components, energy, scale), dtype = decomposed, torch_dtype(self.dtype(name))
+        (components, energy, scale), pair = decomposed, self.compared[name]
         exact = components.factors(rank, scale)
-        left, right = (factor.to(dtype) for factor in exact)
+        left, right = (factor.to(torch_dtype(pair.dtype)) for factor in exact)
         if not (left.isfinite().all() and right.isfinite().all()):
-            raise CheckpointError(f"The change of '{name}' of {self._tuned} is too large for a LoRA in {self.dtype(name)}.")
-
-        def product(one: tuple[torch.Tensor, ...], other: tuple[torch.Tensor, ...]) -> float:
-            """Returns the inner product of two products of factors."""
-            return float(((one[0].T @ other[0]) * (one[1] @ other[1].T)).sum())
-
-        exact, rounded = ((factors[0].double(), factors[1].double()) for factors in (exact, (left, right)))
-        kept = 2 * product(exact, rounded) - product(rounded, rounded)
-        left = torch.nn.functional.pad(left, (0, 0, 0, self._all_rows(name)[1] - len(left)))  # rows that only the base has
-        return Factors(left, right, energy / scale**2, kept)
-
-
-def leading_of(change: Change, count: int) -> Components:
-    """Returns the leading singular components of a change, at most `count` or somewhat more."""
-    return leading(change.product, random_directions(change.shape[1], block_width(count, change.shape)), ROUNDS)
+            raise CheckpointError(f"The change of '{pair.tensor}' of {self._tuned} is too large for a LoRA in {pair.dtype}.")
+        U, V = left.double(), right.double()
+        # The inner products of the exact and of the rounded product of factors with the rounded one.
+        inner, square = (float(((u.double().T @ U) * (v.double() @ V.T)).sum()) for u, v in (exact, (left, right)))
+        left = torch.nn.functional.pad(left, (0, 0, 0, pair.rows[1] - len(left)))  # rows that only the base has
+        return Factors(left, right, energy / scale**2, kept=2 * inner - square)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
-from hf_ext.adapters.lora_layers import computes_as_linear
+from hf_ext.adapters.landing import computes_as_linear
 from hf_ext.errors import AdapterError
 from hf_ext.pissa.config import PissaConfig
 from hf_ext.pissa.layer import PissaLayer
