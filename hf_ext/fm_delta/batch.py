@@ -26,7 +26,7 @@ from hf_ext.display import megabytes, percent, table
 from hf_ext.errors import CheckpointError, CorruptFileError, HfExtError
 from hf_ext.fm_delta.base_search import find_base, main_model, open_first, require_related
 from hf_ext.fm_delta.compress import compress_checkpoint
-from hf_ext.fm_delta.sizes import Sizes
+from hf_ext.fm_delta.reports import Sizes
 from hf_ext.storage.config_file import CONFIG
 from hf_ext.storage.delta import DEFAULT_LEVEL
 from hf_ext.storage.files import locked, write_atomically

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from hf_ext.fm_delta.folder import ADDED_CARD, ModelFolder, card_record, is_compressed
 from hf_ext.fm_delta.reports import CheckpointReport, report_of
@@ -69,24 +70,20 @@ def compress_checkpoint(
     require_another_folder(out, [src, base])
     with staged_folder(out, overwrite=overwrite or partial(is_result, out)) as stage:
         folder = ModelFolder.open_plain(downloaded(src))
-        forms = [Stored(within(folder.path, model.place)).quantization for model in folder.models]
-        sources = [
-            NoBase() if base is None else open_counterpart(base, model.place, revision, form)
-            for model, form in zip(folder.models, forms)
-        ]
-        for source in sources:
-            require_depth(source)
-            require_another_folder(out, source.paths)
+        sources = []
+        for model in folder.models:
+            quantization = Stored(within(folder.path, model.place)).quantization
+            sources.append(NoBase() if base is None else open_counterpart(base, model.place, revision, quantization))
+            require_depth(sources[-1])
+            require_another_folder(out, sources[-1].paths)
         copy_entries(folder.path, folder.others(out), stage)
         if not overwrite:
             require_new([Path(CARD)], stage, out)  # users edit it in an earlier result, too
         written: list[tuple[str, CompressedFile]] = []
         for model, source in zip(folder.models, sources):
             name, place = base_id and within(base_id, model.place), stage / model.place
-            if model.place:
-                write_model(model.sets, source, place, name, level, revision=revision)
-            else:
-                write_with_card(model.sets, source, place, name, level, target=out, revision=revision)
+            write = write_model if model.place else partial(write_with_card, target=out)
+            write(model.sets, source, place, name=name, level=level, revision=revision)
             files = open_files(place)
             if verify:
                 decode_all([RestoredFile(file, source) for file in files])
@@ -95,25 +92,13 @@ def compress_checkpoint(
         return report_of(written)
 
 
-def write_with_card(
-    sets: Sets,
-    base: TensorSource,
-    out: Path,
-    name: str | None = None,
-    level: int = DEFAULT_LEVEL,
-    target: Path | None = None,
-    revision: str | None = None,
-) -> None:
-    """Compresses the weights of a model into a folder with its other files, and adds a model card if there is none.
-
-    Args:
-        sets, base, out, name, level, revision: see `write_model`.
-        target: folder that the files of `out` will go to, if elsewhere.
-    """
+def write_with_card(sets: Sets, base: TensorSource, out: Path, target: Path, **options: Any) -> None:
+    """Compresses the weights of a model as `write_model` does, and adds a model card if there is none, in `out` or in `target`,
+    where the files of `out` will go."""
     record = {}
     if (out / CONFIG).exists() and not has_card(out):
-        record = card_record(target) if target and has_card(target) else ADDED_CARD
-    write_model(sets, base, out, name, level, record, revision)
+        record = card_record(target) if has_card(target) else ADDED_CARD
+    write_model(sets, base, out, settings=record, **options)
     if record:
         settings, alone = storage_settings(out), isinstance(base, NoBase)
         figures = {"alone": alone, "revision": settings["revision"], "model_class": class_of(out)}

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from hf_ext.display import COLORS, PALE, label, legend, megabytes, new_figure, percent, save_figure, table
 from hf_ext.fm_delta.folder import compressed_in
-from hf_ext.fm_delta.sizes import Sizes
 from hf_ext.storage.delta.codec import stored_factors
 from hf_ext.storage.delta.file import CompressedFile
 from hf_ext.storage.delta.payload import STORED, Header
@@ -48,6 +48,28 @@ class TensorReport:
         return 8 * self.compressed_bytes / max(self.parameters, 1)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Sizes of weights in bytes.
+
+    Attributes:
+        original_bytes: before compression.
+        compressed_bytes: after it.
+    """
+
+    original_bytes: int = 0
+    compressed_bytes: int = 0
+
+    @property
+    def ratio(self) -> float:
+        """Compressed size as a share of the original."""
+        return self.compressed_bytes / max(self.original_bytes, 1)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the report as JSON holds it."""
+        return asdict(self) | {"ratio": self.ratio}
+
+
 @dataclass(frozen=True)
 class CheckpointReport(Sizes):
     """The report of a compressed checkpoint. `str()` gives a table. Sizes are those of whole files, headers included.
@@ -84,7 +106,7 @@ class CheckpointReport(Sizes):
         ]
         return table(
             ("kind", "parameters", "bits/parameter", "size", "of original"),
-            [*rows, ("all", f"{self._parameters():,}", *_sizes(self.tensors))],
+            [*rows, ("all", f"{sum(t.parameters for t in self.tensors):,}", *_sizes(self.tensors))],
         )
 
     def plot(self, path: str | os.PathLike) -> None:
@@ -110,9 +132,6 @@ class CheckpointReport(Sizes):
         label(axes, f"Size of each layer: {self.sizes()}", "layer", "MB")
         legend(axes, outside=True)
         save_figure(figure, path)
-
-    def _parameters(self) -> int:
-        return sum(t.parameters for t in self.tensors)
 
     def _groups(self, key: Callable[[TensorReport], str]) -> dict[str, list[TensorReport]]:
         groups: dict[str, list[TensorReport]] = {}

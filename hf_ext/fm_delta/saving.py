@@ -140,7 +140,7 @@ class CompressedSaving(Saving):
                 if path not in weights:
                     path.rename(stage / path.name)
             if weights:  # of a model with a PEFT adapter, Transformers saves only the adapter
-                write_with_card(ModelFolder.open_plain(plain).models[0].sets, base, stage, target=folder)
+                write_with_card(ModelFolder.open_plain(plain).models[0].sets, base, stage, folder)
                 names += [CARD] if has_card(stage) else []
             for path in weights:
                 path.unlink()
