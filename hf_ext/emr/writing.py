@@ -72,11 +72,8 @@ class MergeWriter(ExitStack):
         return self.out / task_folder(model.task)
 
     def write_weights(self) -> None:
-        """Writes the elected weights and all files of the folder but those of new tasks and config.json.
-
-        Raises:
-            CheckpointError: the election suits a task less than the base would.
-        """
+        """Writes the elected weights and all files of the folder but those of new tasks and config.json. Raises CheckpointError
+        if the election suits a task less than the base would."""
         options = self.options
         if self.elected and not options.accept_conflicts:
             elected = self.merged.elected if self.merged else None

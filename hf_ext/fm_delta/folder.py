@@ -56,11 +56,7 @@ class ModelFolder:
 
     @classmethod
     def open_plain(cls, path: Path) -> ModelFolder:
-        """Opens a folder with plain weights.
-
-        Raises:
-            CheckpointError: there are none, or they are compressed.
-        """
+        """Opens a folder with plain weights. Raises CheckpointError if there are none, or they are compressed."""
         if not path.is_dir():
             raise CheckpointError(f"{path} is not a folder; give the folder of a saved model.")
         models = []

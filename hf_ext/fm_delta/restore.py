@@ -76,11 +76,8 @@ def verify(src: str | os.PathLike, base: str | os.PathLike | None = None) -> int
 
 
 def decode_all(files: Sequence[TensorFile]) -> int:
-    """Decodes every tensor of compressed files, some ahead on all cores. Returns their number.
-
-    Raises:
-        CorruptFileError, BaseModelError: names the first tensor that differs from the saved one.
-    """
+    """Decodes every tensor of compressed files, some ahead on all cores. Returns their number. Raises CorruptFileError or
+    BaseModelError, which names the first tensor that differs from the saved one."""
     count = sum(len(file.entries) for file in files)
     with progress("Verifying", count) as bar:
         for file in files:

@@ -35,11 +35,8 @@ HOST_CHANGED = (AttributeError, ImportError, TypeError)
 
 @contextmanager
 def host_internals(feature: str, advice: str) -> Iterator[None]:
-    """Turns the errors of changed internals into one that names the feature and the version.
-
-    Raises:
-        CheckpointError: the block raised one of HOST_CHANGED.
-    """
+    """Turns the errors of changed internals into one that names the feature and the version. Raises CheckpointError if the
+    block raised one of HOST_CHANGED."""
     try:
         yield
     except HOST_CHANGED as error:

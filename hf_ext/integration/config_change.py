@@ -76,11 +76,8 @@ def difference(first: dict, second: dict) -> tuple[str, Any, Any] | None:
 def change_between(
     model: PreTrainedModel, configs: tuple[dict, dict], generation: tuple[dict | None, dict | None]
 ) -> ConfigChange:
-    """Returns the change from one config.json and its generation settings, if it has any, to another.
-
-    Raises:
-        CheckpointError: modules of the two models cannot become each other, or the generation settings are invalid.
-    """
+    """Returns the change from one config.json and its generation settings, if it has any, to another. Raises CheckpointError if
+    modules of the two models cannot become each other, or the generation settings are invalid."""
     kind = type(model.config)
     before = after = compat.config_of(kind, configs[0])
     shapes, sizes, settings = None, [], None

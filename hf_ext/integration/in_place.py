@@ -147,11 +147,8 @@ class LiveWeights:
         return None
 
     def overwrite(self, source: TensorSource) -> None:
-        """Replaces all weights by the tensors of a source, which are decoded into the weights' memory where possible.
-
-        Raises:
-            HfExtError: a tensor cannot be read. The error says that the model is now a mix.
-        """
+        """Replaces all weights by the tensors of a source, which are decoded into the weights' memory where possible. Raises
+        HfExtError if a tensor cannot be read. The error says that the model is now a mix."""
         sizes = {str(i): sum(source.entry(name).nbytes for name in loaded.all_names()) for i, loaded in enumerate(self.plan)}
         written, done = Prefetcher(lambda i: self.write(self.plan[int(i)], source), sizes), 0
         try:

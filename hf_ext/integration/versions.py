@@ -20,11 +20,7 @@ TESTED = "tested up to "  # in the comment of a line of requirements.txt
 @cache
 def check() -> None:
     """Compares the installed packages with requirements.txt, once per process. A missing package is not an error here: storage
-    needs neither Transformers nor PEFT.
-
-    Raises:
-        ImportError: a package is too old.
-    """
+    needs neither Transformers nor PEFT. Raises ImportError if a package is too old."""
     too_old, untested = {}, []
     for name, (need, tested) in requirements().items():
         version = installed(name)

@@ -76,11 +76,7 @@ class PissaModel(LoraModel):
     @staticmethod
     def _leave_out_what_does_not_load(model: nn.Module, config: PissaConfig) -> None:
         """Removes the layers from "all-linear" whose saved factors PEFT would not load: it takes names in mixtures of experts
-        for those of older checkpoints.
-
-        Raises:
-            AdapterError: one of them is named in `target_modules`.
-        """
+        for those of older checkpoints. Raises AdapterError if one of them is named in `target_modules`."""
         targets, loaded = targets_that_load(model, config.to_lora_config())
         if not (lost := targets - loaded):
             return

@@ -36,11 +36,7 @@ class OriginalModel:
 
     @cached_property
     def checkpoint(self) -> TensorSource:
-        """The open checkpoint.
-
-        Raises:
-            BaseModelError: it cannot be read.
-        """
+        """The open checkpoint. Raises BaseModelError if it cannot be read."""
         if not self.name:
             raise BaseModelError(f"The model has no name, so its original weights cannot be read. {ADVICE}")
         try:
@@ -83,11 +79,8 @@ class OriginalWeight:
     transposed: bool
 
     def read(self, device: torch.device) -> torch.Tensor:
-        """Reads the weight, (out_features, in_features), float32, and nothing else of the checkpoint.
-
-        Raises:
-            BaseModelError: the checkpoint has no float weight of that name and shape.
-        """
+        """Reads the weight, (out_features, in_features), float32, and nothing else of the checkpoint. Raises BaseModelError if
+        the checkpoint has no float weight of that name and shape."""
         checkpoint = self.model.checkpoint
         name = self.model.name_of(f"{self.layer}.weight")
         if name is None:

@@ -62,11 +62,7 @@ class Quantization:
 
 
 def bitsandbytes() -> Any:
-    """Imports bitsandbytes.
-
-    Raises:
-        HfExtError: it is not installed.
-    """
+    """Imports bitsandbytes. Raises HfExtError if it is not installed."""
     try:
         import bitsandbytes
     except ImportError as error:

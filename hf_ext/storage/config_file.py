@@ -23,11 +23,8 @@ UNQUANTIZED = "Give the model with its weights in 16 or 32 bits."
 
 
 def read_config(path: Path) -> dict:
-    """Returns the contents of a config.json; an empty dict if there is none.
-
-    Raises:
-        CorruptFileError: it is not a JSON object.
-    """
+    """Returns the contents of a config.json; an empty dict if there is none. Raises CorruptFileError if it is not a JSON
+    object."""
     if not path.exists():
         return {}
     if not path.is_file():
@@ -117,12 +114,8 @@ def add_settings(text: str, settings: dict) -> str:
 
 
 def remove_settings(text: str) -> str:
-    """Undoes `add_settings`. If another program has rewritten the file since, its contents are right, but its bytes may
-    differ.
-
-    Raises:
-        CorruptFileError: the entry is damaged.
-    """
+    """Undoes `add_settings`. If another program has rewritten the file since, its contents are right, but its bytes may differ.
+    Raises CorruptFileError if the entry is damaged."""
     config = json.loads(text)
     original = original_config(config)
     before, entry, rest = text.rpartition(SETTINGS)

@@ -51,12 +51,8 @@ def open_delta(
 
 
 def open_files(src: Path) -> list[CompressedFile]:
-    """Opens the compressed files of a model, variants included (or one file). Their tensors are not decoded.
-
-    Raises:
-        CheckpointError: there are no weights.
-        CorruptFileError: a file is damaged, missing, or from another save.
-    """
+    """Opens the compressed files of a model, variants included (or one file). Their tensors are not decoded. Raises
+    CheckpointError if there are no weights, and CorruptFileError if a file is damaged, missing, or from another save."""
     if not src.exists():
         raise CheckpointError(f"{src} does not exist; give the folder of a compressed model.")
     files = [CompressedFile(file) for file in (open_weights(src, variants=True) if src.is_dir() else [src])]
@@ -146,12 +142,8 @@ def require_depth(base: TensorSource, more: int = 1) -> None:
 
 
 def open_shards(files: Iterable[Path | SafetensorsFile]) -> list[CompressedFile]:
-    """Opens the compressed files of one save. Payloads are checked when they are read.
-
-    Raises:
-        CheckpointError: a file is missing.
-        CorruptFileError: a header is damaged, or a file is from another save.
-    """
+    """Opens the compressed files of one save. Payloads are checked when they are read. Raises CheckpointError if a file is
+    missing, and CorruptFileError if a header is damaged, or a file is from another save."""
     shards = [CompressedFile(file) for file in files]
     require_all([shard.file for shard in shards])
     check_shards(shards)

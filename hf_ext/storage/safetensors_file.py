@@ -239,11 +239,7 @@ def write_header(metadata: Mapping[str, str], entries: Mapping[str, Entry]) -> b
 
 
 def byte_size(dtype: str, shape: Iterable[int]) -> int:
-    """Returns the bytes of a tensor.
-
-    Raises:
-        CheckpointError: the type is unknown.
-    """
+    """Returns the bytes of a tensor. Raises CheckpointError if the type is unknown."""
     if dtype not in BITS:
         raise CheckpointError(f"Tensors of type {dtype} are not supported. This requires a newer version of hf_ext.")
     return -(-math.prod(shape) * BITS[dtype] // 8)
@@ -258,11 +254,8 @@ def float_name(dtypes: Iterable[str]) -> str | None:
 
 
 def torch_dtype(dtype: str) -> torch.dtype:
-    """Returns the torch type of this safetensors name.
-
-    Raises:
-        CheckpointError: the installed PyTorch has no such type, or it packs several values into a byte.
-    """
+    """Returns the torch type of this safetensors name. Raises CheckpointError if the installed PyTorch has no such type, or it
+    packs several values into a byte."""
     import torch
 
     torch_type = getattr(torch, DTYPES[dtype][0], None) if dtype in DTYPES else None

@@ -43,11 +43,8 @@ class Seal:
         return dict(zip(self.keys, (text, header_checksum(text, entries))))
 
     def record(self, metadata: Mapping[str, str], entries: Mapping[str, Entry], path: object) -> dict[str, Any]:
-        """Returns the record of a file. Its fields may still be forged, so the caller checks them.
-
-        Raises:
-            CorruptFileError: the file is not sealed, damaged, or from a newer version.
-        """
+        """Returns the record of a file. Its fields may still be forged, so the caller checks them. Raises CorruptFileError if
+        the file is not sealed, damaged, or from a newer version."""
         text, checksum = map(metadata.get, self.keys)
         if text is None:
             raise CorruptFileError(f"{path} {self.absent}")

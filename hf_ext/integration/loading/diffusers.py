@@ -41,11 +41,8 @@ class CompressedConfig(DecodingConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any):
-        """Reads the entry of a config.json.
-
-        Raises:
-            CheckpointError: `from_pretrained` was called with a `quantization_config`, which diffusers would ignore.
-        """
+        """Reads the entry of a config.json. Raises CheckpointError if `from_pretrained` was called with a
+        `quantization_config`, which diffusers would ignore."""
         if original := config_dict.get("quantization"):
             return compat.quantization_after_decoding(original, cls(**config_dict), DiffusersAutoQuantizer.from_dict)
         if (requested := compat.requested_quantization(DiffusersAutoQuantizer)) is not None:

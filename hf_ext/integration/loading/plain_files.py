@@ -46,11 +46,7 @@ class PlainFiles:
             self._use(folder)
 
     def use_temporary(self) -> None:
-        """Decodes all weights to temporary files, and loads those.
-
-        Raises:
-            CheckpointError: there is no room for them.
-        """
+        """Decodes all weights to temporary files, and loads those. Raises CheckpointError if there is no room for them."""
         files = self._decoded()
         place = place_for(files)
         folder = self._held.enter_context(TemporaryDirectory(prefix="hf_ext-", dir=place, ignore_cleanup_errors=True))

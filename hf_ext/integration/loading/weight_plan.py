@@ -93,11 +93,8 @@ def ignored_weight(model: PreTrainedModel, names: Iterable[str]) -> tuple[str, s
 
 
 def skeleton_of(config: dict, owner: object) -> PreTrainedModel | None:
-    """Returns the model of a config.json, without weights; None if Transformers has no class of that name.
-
-    Raises:
-        CheckpointError: the class of `owner` cannot be built: Transformers refuses the configuration, or has changed.
-    """
+    """Returns the model of a config.json, without weights; None if Transformers has no class of that name. Raises
+    CheckpointError if the class of `owner` cannot be built: Transformers refuses the configuration, or has changed."""
     kind = getattr(transformers, str((config.get("architectures") or [""])[0]), None)
     if not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):
         return None

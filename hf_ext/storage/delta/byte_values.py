@@ -39,11 +39,7 @@ def encode_bytes(tensor: RawTensor, base: RawTensor, mode: int, threads: int) ->
 
 
 def decode_bytes(body: np.ndarray, base: RawTensor, mode: int, threads: int) -> np.ndarray:
-    """Returns the bytes of a tensor.
-
-    Raises:
-        ValueError: the body is damaged, or made with another base.
-    """
+    """Returns the bytes of a tensor. Raises ValueError if the body is damaged, or made with another base."""
     numbers = _numbers(base, base, mode)
     _native.decode(body, (numbers, numbers, FLOATS["BF16"], _row_length(base, numbers), numbers.size, threads))
     return _bytes(numbers, base.data, base.dtype, mode)

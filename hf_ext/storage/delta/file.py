@@ -78,11 +78,8 @@ class CompressedFile:
         self._intact: set[str] = set()
 
     def payload(self, name: str) -> np.ndarray:
-        """Returns the payload of a tensor, checked against its checksum the first time.
-
-        Raises:
-            CorruptFileError: it is damaged.
-        """
+        """Returns the payload of a tensor, checked against its checksum the first time. Raises CorruptFileError if it is
+        damaged."""
         payload = self.file[name].data
         if name not in self._intact:
             try:
@@ -148,11 +145,8 @@ def digest_of(checksums: Iterable[tuple[str, int]]) -> str:
 
 
 def check_shards(files: Sequence[CompressedFile]) -> None:
-    """Checks that these files are all the shards of one save. Reads the headers of payloads only.
-
-    Raises:
-        CorruptFileError: a file belongs to another save, shards are missing, or too many tensors need the same base tensor.
-    """
+    """Checks that these files are all the shards of one save. Reads the headers of payloads only. Raises CorruptFileError if a
+    file belongs to another save, shards are missing, or too many tensors need the same base tensor."""
     digest = digest_of((header.name, header.checksum) for file in files for header in file.headers.values())
     for file in files:
         if file.digest != digest or file.base != files[0].base:

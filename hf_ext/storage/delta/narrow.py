@@ -60,11 +60,8 @@ def encode_mixed(tensor: RawTensor, length: int, threads: int) -> tuple[str, byt
 
 
 def decode_mixed(body: np.ndarray, narrow: str, dtype: str, length: int, data: np.ndarray, threads: int) -> None:
-    """Fills `data`, the bytes of a tensor of type `dtype`, from the body that `encode_mixed` made.
-
-    Raises:
-        ValueError, TypeError: the body is damaged.
-    """
+    """Fills `data`, the bytes of a tensor of type `dtype`, from the body that `encode_mixed` made. Raises ValueError or
+    TypeError if the body is damaged."""
     rows = data.reshape(-1, length * WIDTHS[dtype])
     begin = (len(rows) + 7) // 8 + 8
     middle = begin + int.from_bytes(body[begin - 8 : begin].tobytes(), "little")
