@@ -18,14 +18,12 @@ from hf_ext.emr.modulators import FILE, OWN, REPAIR, ROWS, TaskFile
 from hf_ext.emr.parts import Parts
 from hf_ext.errors import CheckpointError, CorruptFileError
 from hf_ext.storage.config_file import CONFIG, read_config
-from hf_ext.storage.files import copy, write_json
 from hf_ext.storage.hub import HUB, Hub
 from hf_ext.storage.layout import GENERATION, select_weights
 from hf_ext.storage.native import FLOATS, WIDTHS
 from hf_ext.storage.open import open_delta
-from hf_ext.storage.plain_writer import shards_of
 from hf_ext.storage.prefetch import threads_for
-from hf_ext.storage.safetensors_file import ComputedFile, Entry, RawTensor
+from hf_ext.storage.safetensors_file import Entry, RawTensor
 from hf_ext.storage.source import TensorSource
 from hf_ext.storage.stored import OF_TASK
 
@@ -228,13 +226,3 @@ class TaskSource(TensorSource):
         # Merges may share elected weights and the name of a task, but not the task's files.
         is_shared = name in self._merged.files[self._task].record.shared
         return self._merged.elected.identity(name) if is_shared else (self.name, name)
-
-
-def task_files_into(merged: MergeFolder, task: str, out: Path, max_shard_size: int | str = "50GB") -> list[ComputedFile]:
-    """Writes the files of a task's plain checkpoint that hold no weights into `out`, and returns those that do."""
-    for name, path in merged.assets(task).items():
-        copy(path, out / name)
-    write_json(out / CONFIG, merged.task_config(task))
-    tensors = merged.source(task)
-    entries = {name: tensors.entry(name)[:2] for name in tensors.names()}
-    return shards_of(entries, tensors.read, out, max_shard_size)

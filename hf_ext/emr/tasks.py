@@ -54,19 +54,14 @@ def open_task(name: str, task: Task, base: TensorSource, scratch: Path) -> TaskM
         raise CheckpointError(
             f"Task '{name}': {folder} is a model of diffusers, which has no tasks. `hf-ext compress` can store it."
         )
-    return TaskModel(name, folder, tensors, config, assets_of(folder))
+    files = [path.as_posix() for path in sorted(scan(folder)) if (folder / path).is_file()]
+    return TaskModel(name, folder, tensors, config, {file: folder / file for file in files if is_asset(file)})
 
 
 def merged_task(merged: MergeFolder, task: str) -> TaskModel:
     """Returns a task of a merge, to merge it with others."""
     ties = merged.files[task].record.ties
     return TaskModel(task, merged.folder, merged.source(task), merged.task_config(task), merged.assets(task), ties)
-
-
-def assets_of(folder: Path) -> dict[str, Path]:
-    """Returns the files of a model besides config.json and weights, by their path in the folder."""
-    names = [path.as_posix() for path in sorted(scan(folder)) if (folder / path).is_file()]
-    return {name: folder / name for name in names if is_asset(name)}
 
 
 def with_one_name_each(models: Sequence[TaskModel], base: TensorSource) -> list[TaskModel]:

@@ -17,7 +17,7 @@ from hf_ext.emr.checks import TaskModel, require_closer
 from hf_ext.emr.coding import CHUNK, CodedTask, code_tasks
 from hf_ext.emr.folder import MergeFolder
 from hf_ext.emr.layout import task_folder
-from hf_ext.emr.modulators import FILE, OWN, TaskFile, TaskRecord, copy_task
+from hf_ext.emr.modulators import FILE, OWN, TaskFile, copy_task
 from hf_ext.emr.new_task import ElectedTask
 from hf_ext.emr.options import MergeOptions
 from hf_ext.storage.config_file import CONFIG, EMR, HINT
@@ -95,12 +95,15 @@ class MergeWriter(ExitStack):
         for name, path in first.items():
             copy(path, self.out / name)
         for model in self.models:
-            folder, same = self._folder(model), _same_files(model.assets, first)
+            folder, assets = self._folder(model), model.assets
+            same = assets.keys() == first.keys() and all(
+                assets[name].read_bytes() == first[name].read_bytes() for name in first
+            )
             folder.mkdir(exist_ok=True)
             settings = {"quant_method": EMR, "dtype": dtype, "task": model.task}
             write_json(folder / CONFIG, model.config | {"quantization_config": settings})
             write_json(folder / INDEX, {"metadata": {}, "weight_map": listed})
-            for name, path in model.assets.items():
+            for name, path in assets.items():
                 if not same or name == GENERATION:  # which loading a task's folder reads there
                     copy(path, folder / name)
             if file := self.standing.get(model.task):
@@ -122,7 +125,7 @@ class MergeWriter(ExitStack):
             for model, task in self.elected.items()
         ]
         if not self.options.accept_conflicts:
-            require_closer({record.task: _closeness(record) for _, record in elected})
+            require_closer({record.task: (record.report["relative"], record.report["cosine"]) for _, record in elected})
         for task, record in elected:
             task.writer.finish(record)
         if self.coded:
@@ -203,11 +206,3 @@ class MergeWriter(ExitStack):
                 if mask is not None:
                     free &= np.unpackbits(mask, count=free.size, bitorder="little") == 0
         np.copyto(elected, prior, where=free)
-
-
-def _closeness(record: TaskRecord) -> tuple[float, float]:
-    return record.report["relative"], record.report["cosine"]
-
-
-def _same_files(first: Mapping[str, Path], second: Mapping[str, Path]) -> bool:
-    return first.keys() == second.keys() and all(first[name].read_bytes() == second[name].read_bytes() for name in first)

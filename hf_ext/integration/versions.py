@@ -51,7 +51,8 @@ def requirements() -> dict[str, tuple[str, str | None]]:
 def is_untested(package: str) -> bool:
     """Checks whether the installed version of a package is newer than the newest tested one."""
     version, tested = installed(package), requirements()[package][1]
-    return version is not None and tested is not None and _is_newer(version, tested)
+    release = version and _release(version)
+    return bool(release and tested and release > Version(tested))
 
 
 def require(feature: str, *needs: str, advice: str = "") -> None:
@@ -85,11 +86,6 @@ def _is_older(version: str, requirement: Requirement) -> bool:
     release = _release(version)
     lower = SpecifierSet(",".join(str(spec) for spec in requirement.specifier if spec.operator == ">="))
     return release is not None and not lower.contains(release, prereleases=True)
-
-
-def _is_newer(version: str, tested: str) -> bool:
-    release = _release(version)
-    return release is not None and release > Version(tested)
 
 
 def _release(version: str) -> Version | None:

@@ -16,7 +16,7 @@ from diffusers.quantizers.base import DiffusersQuantizer
 
 from hf_ext.errors import CheckpointError, CorruptFileError
 from hf_ext.integration import compat, versions
-from hf_ext.integration.loading.quantizer import DecodingConfig, are_plain
+from hf_ext.integration.loading.quantizer import DecodingConfig, ForTheirQuantizer, are_plain
 from hf_ext.storage.config_file import FM_DELTA
 from hf_ext.storage.delta.source import payload_name
 from hf_ext.storage.open import open_delta
@@ -53,7 +53,7 @@ class CompressedConfig(DecodingConfig):
         return super().from_dict(config_dict, return_unused_kwargs, **kwargs)
 
 
-class CompressedQuantizer(DiffusersQuantizer):
+class CompressedQuantizer(ForTheirQuantizer, DiffusersQuantizer):
     """Decodes a compressed checkpoint while `from_pretrained` of a diffusers model loads it.
 
     Raises:
@@ -64,22 +64,13 @@ class CompressedQuantizer(DiffusersQuantizer):
     """
 
     quantization_config: CompressedConfig
+    auto = DiffusersAutoQuantizer
     is_serializable = is_trainable = is_compileable = True
     use_keep_in_fp32_modules = True  # as without a quantizer
     source: TensorSource | None = None
     dtype: torch.dtype | None = None
 
-    def __new__(cls, quantization_config: Any = None, **kwargs: Any):
-        """Quantized weights are decoded for their own quantizer, which is returned."""
-        if not hasattr(quantization_config, "decoding"):
-            return super().__new__(cls)
-        ours, *_ = quantization_config.decoding
-        theirs = DiffusersAutoQuantizer.from_config(compat.own_quantization(quantization_config), **kwargs)
-        cls(ours, **kwargs).decode_for(theirs)
-        return theirs
-
     def decode_for(self, theirs: DiffusersQuantizer) -> None:
-        """Lets another quantizer load the decoded weights. Its hooks are wrapped until they have run."""
         hooks = {name: getattr(theirs, name) for name in ("validate_environment", *HOOKS, "postprocess_model")}
 
         def validate_environment(*args: Any, **kwargs: Any) -> None:
