@@ -24,10 +24,8 @@ RESUMABLE = "{out} has the finished part; run the command again to resume"
 
 
 class Command(typer.core.TyperCommand):
-    """A command whose function returns a `Result`, which is printed as JSON if its parameter `as_json: Json` is true.
-
-    Options with a metavar ending in "…" take several values, as in `--candidates a b c`.
-    """
+    """A command whose function returns a `Result`, which is printed as JSON if its parameter `as_json: Json` is true. Options
+    with a metavar ending in "…" take several values, as in `--candidates a b c`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         several = {name for option in self.params if str(option.metavar).endswith("…") for name in option.opts}

@@ -68,10 +68,8 @@ def options(
 
 
 def main(arguments: Sequence[str] | None = None) -> Any:
-    """Runs a command line, by default that of the process, and returns the exit code.
-
-    Without arguments, prints the help as `--help` does; the exit code is then 2, as that of `hf`.
-    """
+    """Runs a command line, by default that of the process, and returns the exit code. Without arguments, prints the help as
+    `--help` does; the exit code is then 2, as that of `hf`."""
     arguments = sys.argv[1:] if arguments is None else arguments
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):

@@ -21,18 +21,11 @@ Sums = dict[str, float]
 def require_agreement(
     tensors: Sequence[StoredTensor], tasks: Sequence[TaskModel], base: TensorSource, elected: TensorSource | None, rescale: str
 ) -> None:
-    """Raises CheckpointError if a sample shows that a task would end farther from its own model than the base is.
-
-    The sample consists of runs of values, spread evenly over all parameters. Only a clear result counts: the task moved many
-    runs, and the mean is three standard errors or more. A task that moved few of them, as an adapter does, takes a larger
-    sample. In the end, the figures of the whole model decide.
-
-    Args:
-        tensors: of the merge.
-        tasks: the new tasks.
-        elected: the weights of the merge that the task is added to, if there is one.
-        rescale: as in `merge`.
-    """
+    """Raises CheckpointError if a sample shows that one of the new `tasks` would end farther from its own model than the base
+    is. The sample consists of runs of values, spread evenly over all parameters of the merge's `tensors`. Only a clear result
+    counts: the task moved many runs, and the mean is three standard errors or more. A task that moved few of them, as an
+    adapter does, takes a larger sample. In the end, the figures of the whole model decide. `elected` are the weights of the
+    merge that the task is added to, if there is one; `rescale` is as in `merge`."""
     for runs in (RUNS, MORE_RUNS):
         is_clear: list[bool] = []
         figures: dict[str, tuple[float, float]] = {}

@@ -47,15 +47,8 @@ class StoredTensor:
 def stored_tensors(
     base: TensorSource, base_config: dict, models: Sequence[TaskModel], standing: Mapping[str, TaskFile]
 ) -> list[StoredTensor]:
-    """Returns the tensors that a merge of these tasks stores.
-
-    Args:
-        base, base_config: the model that all tasks were fine-tuned from, and its config.json.
-        standing: the files of the tasks that are merged already, by task. Their tensors stay as they are.
-
-    Raises:
-        CheckpointError, BaseModelError: the tasks cannot be merged.
-    """
+    """Returns the tensors that a merge of these tasks stores. Raises CheckpointError or BaseModelError if the tasks cannot be
+    merged. `standing` are the files of the tasks that are merged already, by task: their tensors stay as they are."""
     require_one_class(models)
     for model in models:
         require_same_layers(model, base)
@@ -104,11 +97,8 @@ def _stored(
 
 def _is_from_base(model: TaskModel, name: str, base: TensorSource, base_config: dict, others: Sequence[TaskModel]) -> bool:
     """Checks whether a task's tensor is made from the base's. If not, it is stored as the task's own: a head, for instance,
-    integers, or statistics of its data.
-
-    Args:
-        others: another task whose tensor of this name is made from the base's, if there is one.
-    """
+    integers, or statistics of its data. `others` is another task whose tensor of this name is made from the base's, if there is
+    one."""
     twin, entry = base.twin_of(name), model.tensors.entry(name)
     if twin is None or entry.dtype not in FLOATS or base.entry(twin).dtype not in FLOATS or is_statistic(name):
         return False

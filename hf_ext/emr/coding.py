@@ -28,11 +28,8 @@ EXACT = 2.0**-60  # for a task that changes no tensor
 
 
 def code_tasks(tasks: Sequence[CodedTask], options: MergeOptions, uncoded: int) -> None:
-    """Codes new tasks in the size that the options name.
-
-    Args:
-        uncoded: bytes that the folder takes besides the coded changes.
-    """
+    """Codes new tasks in the size that the options name. `uncoded` are the bytes that the folder takes besides the coded
+    changes."""
     wanted = options.bits
     if options.size is not None:
         values = sum(sum(task.values.values()) for task in tasks)
@@ -43,10 +40,8 @@ def code_tasks(tasks: Sequence[CodedTask], options: MergeOptions, uncoded: int) 
 
 
 class CodedTask(NewTask):
-    """A new task whose tensors are coded, if they are made from the base's.
-
-    Raises CheckpointError if one of them is of a type that cannot be coded.
-    """
+    """A new task whose tensors are coded, if they are made from the base's. Raises CheckpointError if one of them is of a type
+    that cannot be coded."""
 
     def __init__(self, model: TaskModel, base: TensorSource, stored: Sequence[StoredTensor], path: Path):
         super().__init__(model, base, stored, path)

@@ -83,11 +83,8 @@ def adopt(dtype: str, base: np.ndarray, elected: np.ndarray, task: np.ndarray) -
 def vote(
     dtype: str, base: np.ndarray, tasks: Sequence[np.ndarray], elected: np.ndarray, adopts: bool, threads: int = 1
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Elects weights as `elect` does, or, if it `adopts`, adds the one task to the earlier election in `elected`.
-
-    Args:
-        tasks: may have fewer values than the base, whose values follow them, and may share the memory of `elected`.
-    """
+    """Elects weights as `elect` does, or, if it `adopts`, adds the one task to the earlier election in `elected`. The tasks may
+    have fewer values than the base, whose values follow them, and may share the memory of `elected`."""
     tasks = [task.copy() if np.may_share_memory(task, elected) else task for task in tasks]
     tasks = [
         cast(task, dtype, dtype) if task.size == base.size else np.concatenate([task, base[task.size :]]) for task in tasks

@@ -64,10 +64,8 @@ class Generate:
 
 def bad_request(error: CheckpointError) -> CheckpointError:
     """Returns an error that `transformers serve` answers with status 400 and the message; by default it answers with 500.
-
     FastAPI, on which the server is built, reports its own HTTPException to the client. In a process that has not imported
-    FastAPI, the error is returned as it is.
-    """
+    FastAPI, the error is returned as it is."""
     if "fastapi" not in sys.modules:
         return error
     from fastapi import HTTPException

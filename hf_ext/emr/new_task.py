@@ -55,15 +55,8 @@ class NewTask:
         self.sums[name] = sums
 
     def record(self, elected: str, config: str, scales: Mapping[str, float]) -> TaskRecord:
-        """Returns the record of the task's file, with the report.
-
-        Args:
-            elected, config: digests of the elected weights and of the task's config.json.
-            scales: λ of each tensor in `tensors`.
-
-        Raises:
-            BaseModelError: the task was not fine-tuned from the base.
-        """
+        """Returns the record of the task's file with the report, given the digests of the elected weights and of the task's
+        config.json, and λ of each tensor in `tensors`. Raises BaseModelError if the task was not fine-tuned from the base."""
         model = self.model
         require_fine_tune(model, self.base, self.sums)
         record = TaskRecord(model.task, elected, shared=self.shared, config=config, ties=dict(model.ties))
@@ -76,12 +69,8 @@ class ElectedTask(NewTask):
     """A new task that takes part in the election."""
 
     def elected_record(self, elected: str, config: str, rescale: str, priors: Mapping[str, str]) -> TaskRecord:
-        """Returns the record (see `record`) with the rules of all tensors. Gives further rows of resized ones to the writer.
-
-        Args:
-            rescale: as in `merge`.
-            priors: checksums of the base's tensors, each in the type of the elected one.
-        """
+        """Returns the record (see `record`) with the rules of all tensors, given the checksums of the base's tensors, each in
+        the type of the elected one. Gives further rows of resized ones to the writer. `rescale` is as in `merge`."""
         weights = {name: 1 / max(self.values[name], 1) if rescale == "tensor_mean" else 1 for name in self.sums}
         totals = {
             field: math.fsum(weights[name] * float(sums[field]) for name, sums in self.sums.items())

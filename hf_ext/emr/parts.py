@@ -20,12 +20,7 @@ KEPT_TASKS = 4  # whose masks stay in memory
 
 
 class Parts:
-    """The parts of an opened merge, each checked when it is read. `keep` keeps those in memory that a switch needs.
-
-    Args:
-        files: of the tasks, by task.
-        elected: the elected weights.
-    """
+    """The parts of an opened merge, each checked when it is read. `keep` keeps those in memory that a switch needs."""
 
     def __init__(self, files: Mapping[str, TaskFile], elected: DeltaCheckpoint):
         self.files, self.elected, self.base = files, elected, elected.base

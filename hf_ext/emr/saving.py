@@ -28,10 +28,8 @@ SET_BY_RUNNING = ("architectures", "dtype", "problem_type", "transformers_versio
 
 
 class MergedSaving(Saving):
-    """Writes the whole merge again. If weights were changed, writes the model as it is, as a plain checkpoint.
-
-    If the model has an adapter, Transformers writes the adapter alone.
-    """
+    """Writes the whole merge again. If weights were changed, writes the model as it is, as a plain checkpoint. If the model has
+    an adapter, Transformers writes the adapter alone."""
 
     def save(self, folder: Path, **kwargs: Any) -> list[str]:
         switch: SetTask = self.model.set_task

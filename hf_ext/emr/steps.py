@@ -38,12 +38,9 @@ class Step(NamedTuple):
     gain: float = 1  # factor of the changes: it restores the length of the task vector, as arXiv 2412.00054 does
 
     def of(self, name: str, tensor: RawTensor) -> float:
-        """Returns the size of the step for a tensor, given that for its model.
-
-        The changes of 16-bit values are multiples of their spacing, a power of two, so that many values would get a number at
-        once as the step falls. Steps that differ by up to half an octave, in a fixed order without meaning, make the size fall
-        evenly.
-        """
+        """Returns the size of the step for a tensor, given that for its model. The changes of 16-bit values are multiples of
+        their spacing, a power of two, so that many values would get a number at once as the step falls. Steps that differ by up
+        to half an octave, in a fixed order without meaning, make the size fall evenly."""
         size = self.size
         if len(tensor.shape) < 2:
             size *= VECTOR
@@ -92,11 +89,8 @@ def search(
 
 
 def those_finer(coarse: Mapping[str, float], fine: Mapping[str, float], wanted: float) -> set[str]:
-    """Returns names of tensors that take a finer step, so that the amounts of all are nearly `wanted` in total, and not more.
-
-    Args:
-        coarse, fine: the tensors' amounts in either step.
-    """
+    """Returns names of tensors that take a finer step, so that the amounts of all are nearly `wanted` in total, and not more,
+    given the tensors' amounts in either step."""
     left, names = wanted - sum(coarse.values()), set()
     for name in sorted(coarse, key=lambda name: coarse[name] - fine[name]):
         if 0 < fine[name] - coarse[name] <= left:

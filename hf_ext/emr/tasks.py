@@ -65,10 +65,8 @@ def merged_task(merged: MergeFolder, task: str) -> TaskModel:
 
 
 def with_one_name_each(models: Sequence[TaskModel], base: TensorSource) -> list[TaskModel]:
-    """Returns the models with one name for each weight: one that is found in the base, if a model has it there.
-
-    A model that breaks a tie keeps the tied weight under its own name. The others have that name in their `ties`.
-    """
+    """Returns the models with one name for each weight: one that is found in the base, if a model has it there. A model that
+    breaks a tie keeps the tied weight under its own name. The others have that name in their `ties`."""
     if skeleton := skeleton_of(models[0].config, models[0]):
         for model in models:
             if ignored := ignored_weight(skeleton, model.tensors.names()):
@@ -103,10 +101,8 @@ def _renamed(tensors: TensorSource, names: dict[str, str]) -> TensorSource:
 
 
 def require_one_structure(models: Sequence[TaskModel]) -> None:
-    """Raises CheckpointError unless one model can switch between the config.json files of these.
-
-    Vocabulary, labels, and settings of training and generation may differ.
-    """
+    """Raises CheckpointError unless one model can switch between the config.json files of these. Vocabulary, labels, and
+    settings of training and generation may differ."""
     first, *rest = models
     for model in rest:
         if model.config.get("model_type") != first.config.get("model_type"):

@@ -112,14 +112,9 @@ class MergeWriter(ExitStack):
                 copy_task(file, folder / FILE, [OWN + name for name in shared], **fields)
 
     def write_tasks(self, uncoded: int | None = None) -> None:
-        """Writes the files of new tasks, and config.json. May be called again, with another size of coded tasks.
-
-        Args:
-            uncoded: bytes that the folder takes besides the coded changes, if that is measured.
-
-        Raises:
-            CheckpointError: the election suits a task less than the base would.
-        """
+        """Writes the files of new tasks, and config.json. May be called again, with another size of coded tasks: `uncoded` are
+        the bytes that the folder takes besides the coded changes, if that is measured. Raises CheckpointError if the election
+        suits a task less than the base would."""
         elected = [
             (task, task.elected_record(self.digest, self._config_digest(model), self.options.rescale, self.priors))
             for model, task in self.elected.items()

@@ -247,13 +247,8 @@ def _examine(
     place: str,
     note: str = "",
 ) -> Candidate:
-    """Compares a candidate with `source`.
-
-    Args:
-        quantization: that of `source`, which the candidate must have.
-        components: where in the candidate's folder to look for the weights, in this order.
-        place: the folder of a model in the cache, or else the name.
-    """
+    """Compares a candidate with `source`, whose quantization it must have. Looks for the weights in the first of the
+    `components` of the candidate's folder that has some. `place` is the folder of a model in the cache, or else the name."""
     try:
         stored, component = open_first(place, components)
         other = plain_base(stored, quantization)

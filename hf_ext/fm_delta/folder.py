@@ -69,15 +69,9 @@ class ModelFolder:
 
     @classmethod
     def open_compressed(cls, path: Path, base: str | os.PathLike | None = None) -> ModelFolder:
-        """Opens a compressed folder, or one compressed file. Checks all payloads.
-
-        Args:
-            base: folder or Hub id of the base, if it is no longer where config.json says.
-
-        Raises:
-            CheckpointError, CorruptFileError: there are no weights, or they are damaged or hold several models.
-            BaseModelError: the base is missing or is another model.
-        """
+        """Opens a compressed folder, or one compressed file, and checks all payloads. `base` is the folder or Hub id of the
+        base, if it is no longer where config.json says. Raises CheckpointError or CorruptFileError if there are no weights, or
+        they are damaged or hold several models, and BaseModelError if the base is missing or is another model."""
         models = []
         for place in compressed_in(path):
             files = open_files(path / place)

@@ -27,11 +27,9 @@ KINDS = {
 
 @dataclass(frozen=True)
 class TensorReport:
-    """One tensor; sizes are in bytes.
-
-    `how` is "delta" (predicted by the base), "resized" (its first rows are predicted), "alone" (coded without the base), or
-    "stored". `rank` is that of the low-rank part of the change, 0 where such a part would not have made the file smaller.
-    """
+    """One tensor; sizes are in bytes. `how` is "delta" (predicted by the base), "resized" (its first rows are predicted),
+    "alone" (coded without the base), or "stored". `rank` is that of the low-rank part of the change, 0 where such a part would
+    not have made the file smaller."""
 
     name: str
     kind: str

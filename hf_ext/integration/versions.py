@@ -56,14 +56,8 @@ def is_untested(package: str) -> bool:
 
 
 def require(feature: str, *needs: str, advice: str = "") -> None:
-    """Checks the versions that one feature needs, where it needs newer ones than the package as a whole.
-
-    Args:
-        advice: another way to the goal, for the error.
-
-    Raises:
-        ImportError: a package is missing or too old.
-    """
+    """Checks the versions that one feature needs, where it needs newer ones than the package as a whole. Raises ImportError if
+    a package is missing or too old. `advice` is another way to the goal, for the error."""
     lacking = {}
     for need in needs:
         requirement = Requirement(need)

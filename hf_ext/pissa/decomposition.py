@@ -80,10 +80,8 @@ def share_of_energy(B: torch.Tensor, A: torch.Tensor, scaling: float, weight: to
 
 
 def is_of(B: torch.Tensor, A: torch.Tensor, scaling: float, weight: torch.Tensor) -> bool:
-    """Tells whether factors of `initial_factors` belong to this weight.
-
-    Then Bᵀ W = scaling · diag(|A's rows|²) A, up to a relative difference of SAME_WEIGHT in Frobenius norm.
-    """
+    """Tells whether factors of `initial_factors` belong to this weight. Then Bᵀ W = scaling · diag(|A's rows|²) A, up to a
+    relative difference of SAME_WEIGHT in Frobenius norm."""
     projected = B.mT.to(weight.dtype) @ weight
     A = A.to(weight.dtype)
     expected = scaling * A.square().sum(-1, keepdim=True) * A

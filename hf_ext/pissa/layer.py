@@ -23,11 +23,8 @@ from hf_ext.pissa.decomposition import initial_factors, is_of, principal_compone
 
 
 class PissaVariant(LoraVariant):
-    """A PiSSA adapter's part in a layer, in PEFT's terms; `module` is a `PissaLayer`.
-
-    Args:
-        dora: PEFT's own variant of the layer for `use_dora=True`, which also merges. None without DoRA.
-    """
+    """A PiSSA adapter's part in a layer, in PEFT's terms; `module` is a `PissaLayer`. `dora` is PEFT's own variant of the layer
+    for `use_dora=True`, which also merges; None without DoRA."""
 
     def __init__(self, dora: LoraVariant | None):
         self.dora = dora
@@ -70,9 +67,7 @@ class PissaVariant(LoraVariant):
 
 class Frozen(nn.Module):
     """A₀ or B₀ of an adapter, never trained. Its name contains `.ADAPTER.`, by which TRL copies an adapter to its reference.
-
-    DDP synchronizes buffers at every forward, and FSDP 2 does not shard them. Both treat parameters as they treat A and B.
-    """
+    DDP synchronizes buffers at every forward, and FSDP 2 does not shard them. Both treat parameters as they treat A and B."""
 
     def __init__(self, factor: torch.Tensor):
         super().__init__()

@@ -32,10 +32,8 @@ require_methods(
 
 
 class PissaModel(LoraModel):
-    """The tuner behind `get_peft_model(model, PissaConfig(…))`.
-
-    It adds A₀ and B₀ to PEFT's LoRA, and saves all factors as one LoRA of rank 2r (see state.py).
-    """
+    """The tuner behind `get_peft_model(model, PissaConfig(…))`. It adds A₀ and B₀ to PEFT's LoRA, and saves all factors as one
+    LoRA of rank 2r (see state.py)."""
 
     tuner_layer_cls = PissaLayer
     is_quantized = False

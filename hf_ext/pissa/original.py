@@ -21,13 +21,8 @@ ADVICE = "Name a folder or Hub id that holds the base's original weights: QPissa
 
 
 class OriginalModel:
-    """The model whose checkpoint has the full-precision weights of a quantized model.
-
-    Args:
-        name: folder or Hub id; empty if unknown.
-        revision: commit on the Hub.
-        model: the quantized model.
-    """
+    """The model whose checkpoint has the full-precision weights of a quantized one. Its name, a folder or Hub id, is empty if
+    unknown; `revision` is the commit on the Hub."""
 
     def __init__(self, name: str, revision: str | None, model: nn.Module):
         self.name, self.revision = name, revision

@@ -37,14 +37,8 @@ SAMPLE = 1 << 16  # number of weights whose codes are compared: whole rows, of a
 
 
 class ResidualLinear(nn.Module):
-    """A layer that computes quantized(W − s B₀ A₀) x + s B₀ A₀ x (+ bias), from which QPiSSA's training starts.
-
-    Until `set`, it computes the same as the 4-bit layer that it wraps.
-
-    Args:
-        layer: bitsandbytes' Linear4bit, whose weight becomes the residual.
-        original: W.
-    """
+    """A layer that computes quantized(W − s B₀ A₀) x + s B₀ A₀ x (+ bias), from which QPiSSA's training starts. Until `set`, it
+    computes the same as bitsandbytes' Linear4bit that it wraps, whose weight becomes the residual. `original` is W."""
 
     # A₀ and B₀, and behind them the factors of merged adapters.
     A: nn.Parameter | None

@@ -29,16 +29,9 @@ ENTRY = "decoded-"  # begins the name of an entry, before 32 digits
 
 
 def decoded_folder(digest: str, files: Sequence[TensorFile], held: contextlib.ExitStack) -> Path:
-    """Returns a folder that holds these files. Decodes them unless an earlier load did.
-
-    Args:
-        digest: identifies the contents of the files.
-        held: no process removes the folder until it is closed.
-
-    Raises:
-        CheckpointError: there is no space for the files, they cannot be written, or another process is writing them.
-        HfExtError: a tensor cannot be decoded.
-    """
+    """Returns a folder that holds these files, whose contents `digest` identifies. Decodes them unless an earlier load did. No
+    process removes the folder until `held` is closed. Raises CheckpointError if there is no space for the files, they cannot be
+    written, or another process is writing them, and another HfExtError if a tensor cannot be decoded."""
     root, key = Path(os.path.expanduser(os.environ[FOLDER])).absolute(), xxhash.xxh3_128(digest.encode())
     for file in files:  # another checkpoint may have the same tensors in other files
         key.update(file.path.name.encode() + file.header_bytes)

@@ -281,13 +281,8 @@ def scan(folder: Path) -> dict[Path, os.stat_result]:
 
 def copy_entries(src: Path, paths: Iterable[Path], out: Path) -> None:
     """Copies files, folders and links, given relative to `src`, with their times and modes. The contents of a folder are
-    separate paths.
-
-    A link to a file becomes a copy of the file. Other links stay links: to folders, and to nothing.
-
-    Raises:
-        CheckpointError: a path is a device, a socket or a pipe.
-    """
+    separate paths. A link to a file becomes a copy of the file. Other links stay links: to folders, and to nothing. Raises
+    CheckpointError if a path is a device, a socket or a pipe."""
     folders = []
     for path in sorted(paths):
         source, target = src / path, out / path

@@ -222,10 +222,8 @@ def local_copy(src: str | os.PathLike) -> Path:
 
 
 def absolute(name: str | os.PathLike) -> str:
-    """Returns a folder's absolute path, which stays valid in any working directory; a Hub id as it is.
-
-    Raises BaseModelError if it is neither.
-    """
+    """Returns a folder's absolute path, which stays valid in any working directory; a Hub id as it is. Raises BaseModelError if
+    it is neither."""
     if not isinstance(name, str | os.PathLike):
         raise BaseModelError(f"The base must be a folder or a Hub id, not {name!r}.")
     return absolute_path(name) if os.path.isdir(name) else os.fspath(name)

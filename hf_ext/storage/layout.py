@@ -153,10 +153,8 @@ def replaced_weights(files: Set[Path], target: Path) -> set[Path]:
 
 def shard_sets(paths: list[Path]) -> list[list[Path]]:
     """Groups the weights of one folder into the sets that are read together. The set that `from_pretrained` reads comes first.
-
     A folder may hold a model whole and in shards, and variants of it. A set is what the index lists, or the files whose names
-    differ only by their number.
-    """
+    differ only by their number."""
     listed = {shard: index.name for index in indices_in(paths[0].parent) for shard in shards_in(index)}
     sets: dict[str, list[Path]] = {}
     for path in paths:

@@ -122,10 +122,8 @@ def _ordered(values: np.ndarray) -> np.ndarray:
 
 
 def _comparable(src: TensorSource, name: str, other: TensorSource, twin: str) -> bool:
-    """Checks whether two tensors are the same parameter, perhaps with another number of rows (resized embeddings).
-
-    The names in a model of one layer have endings that fit every layer, so the numbers of the layers must be equal.
-    """
+    """Checks whether two tensors are the same parameter, perhaps with another number of rows (resized embeddings). The names in
+    a model of one layer have endings that fit every layer, so the numbers of the layers must be equal."""
     layers = [layer and layer[1] for layer in (layer_of(name), layer_of(twin))]
     entry, prior = src.entry(name), other.entry(twin)
     alike = len(entry.shape) == len(prior.shape) and entry.shape[1:] == prior.shape[1:]

@@ -24,12 +24,8 @@ class Names:
         return name in self._names
 
     def twin_of(self, name: str, ties: Ties | None = None) -> str | None:
-        """Returns the name that the weight `name` has here; None if it is not here.
-
-        Args:
-            ties: of the model that the two files belong to. A weight that is not here under its own name is looked up under
-                those that it is tied to.
-        """
+        """Returns the name that the weight `name` has here; None if it is not here. A weight that is not here under its own
+        name is looked up under those that it is tied to, by the `ties` of the model that the two files belong to."""
         for other in (name, *(ties.others(name) if ties else ())):
             if other in self:
                 return other

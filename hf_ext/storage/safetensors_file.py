@@ -124,11 +124,8 @@ class TensorFile(Protocol):
 
 
 class SafetensorsFile:
-    """A safetensors file, memory-mapped. The safetensors library checks its header before anything is read.
-
-    Raises:
-        CorruptFileError: the file is missing or is not a safetensors file.
-    """
+    """A safetensors file, memory-mapped. The safetensors library checks its header before anything is read. Raises
+    CorruptFileError if the file is missing or is not a safetensors file."""
 
     def __init__(self, path: str | os.PathLike):
         self.path = Path(path)
@@ -215,10 +212,8 @@ def parse_header(header: bytes) -> tuple[dict[str, str], dict[str, Entry]]:
 
 
 def require_valid(entries: Mapping[str, Entry], size: int) -> None:
-    """Raises ValueError unless the tensors follow one another, fill `size` bytes, and have the sizes of their shapes.
-
-    The safetensors library checks this when it opens a local file.
-    """
+    """Raises ValueError unless the tensors follow one another, fill `size` bytes, and have the sizes of their shapes. The
+    safetensors library checks this when it opens a local file."""
     end = 0
     for name, (dtype, shape, begin, after) in entries.items():
         if not all(type(number) is int and number >= 0 for number in (*shape, begin, after)) or not begin == end <= after:
@@ -246,10 +241,8 @@ def byte_size(dtype: str, shape: Iterable[int]) -> int:
 
 
 def float_name(dtypes: Iterable[str]) -> str | None:
-    """Returns torch's name of the first float type among `dtypes`; None if there is none.
-
-    Given the types in the order of the tensors' names, that is the type that Transformers loads for `dtype="auto"`.
-    """
+    """Returns torch's name of the first float type among `dtypes`; None if there is none. Given the types in the order of the
+    tensors' names, that is the type that Transformers loads for `dtype="auto"`."""
     return next((DTYPES[dtype][0] for dtype in dtypes if dtype in FLOATS), None)
 
 

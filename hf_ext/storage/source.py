@@ -91,12 +91,7 @@ class TensorSource(ABC):
 
 
 class Renamed(TensorSource):
-    """A source whose tensors have other names.
-
-    Args:
-        source: the source.
-        names: by new name, the name there.
-    """
+    """A source whose tensors have other names: `names` are by new name those of the source."""
 
     def __init__(self, source: TensorSource, names: Mapping[str, str]):
         self.name, self.revision, self.paths = source.name, source.revision, source.paths

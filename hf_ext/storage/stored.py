@@ -135,14 +135,8 @@ def open_checkpoint(
 def open_counterpart(
     base: str | os.PathLike, place: str, revision: str | None = None, quantization: str | None = None
 ) -> Checkpoint | DeltaCheckpoint:
-    """Opens a base, plain or compressed, or the component `place` of a base that is a diffusers pipeline.
-
-    Args:
-        quantization: see `Stored.quantization`; that of the model.
-
-    Raises:
-        BaseModelError: the base cannot be read, or is quantized in another way than the model.
-    """
+    """Opens a base, plain or compressed, or the component `place` of a base that is a diffusers pipeline, for a model of this
+    `Stored.quantization`. Raises BaseModelError if the base cannot be read, or is quantized in another way than the model."""
     try:
         stored = Stored(within(base, place), revision)
         _require_form(stored, quantization)  # before weights are downloaded
@@ -153,15 +147,9 @@ def open_counterpart(
 
 
 def plain_base(stored: Stored, quantization: str | None = None) -> Checkpoint:
-    """Returns the weights of a base model, which must be uncompressed.
-
-    Args:
-        quantization: see `Stored.quantization`; that of the model.
-
-    Raises:
-        BaseModelError: the base cannot be read, is quantized in another way than the model or compressed itself, or holds
-            several models merged into one.
-    """
+    """Returns the weights of a base model, which must be uncompressed, for a model of this `Stored.quantization`. Raises
+    BaseModelError if the base cannot be read, is quantized in another way than the model or compressed itself, or holds several
+    models merged into one."""
     _require_form(stored, quantization)  # before weights are downloaded
     weights = stored.checkpoint
     if weights.kind is not Kind.PLAIN:

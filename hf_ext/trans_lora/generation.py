@@ -129,10 +129,8 @@ class ModelGenerator:
 @dataclass
 class _End(StoppingCriteria):
     """A stopping rule: ends a text after `stop`, or after `longest` tokens without a line that begins with a number, as such a
-    text delays its batch.
-
-    Transformers' own stop strings would search the vocabulary anew for each batch, which takes a second.
-    """
+    text delays its batch. Transformers' own stop strings would search the vocabulary anew for each batch, which takes a
+    second."""
 
     tokenizer: PreTrainedTokenizerBase
     start: int  # position of the first token that the model writes

@@ -82,12 +82,9 @@ def begin_training(folder: Path, settings: dict[str, Any], resume_from_checkpoin
 
 
 def checkpoint_to_resume(folder: Path, resume_from_checkpoint: str | bool | None) -> str | None:
-    """Returns the checkpoint that a training resumes from; None to begin.
-
-    Args:
-        resume_from_checkpoint: a folder, True for the last checkpoint, False to begin, or None for the last checkpoint if there
-            is one. On the command line, TrainingArguments keeps "True" and "False" as texts.
-    """
+    """Returns the checkpoint that a training resumes from; None to begin. The choice is a folder, True for the last checkpoint,
+    False to begin, or None for the last checkpoint if there is one. On the command line, TrainingArguments keeps "True" and
+    "False" as texts."""
     choice = str(resume_from_checkpoint).lower()
     if choice == "false":
         return None

@@ -134,12 +134,8 @@ class CompressedQuantizer(ForTheirQuantizer, DiffusersQuantizer):
 
 
 class Decoded(dict[str, torch.Tensor]):
-    """A state dict whose tensors are decoded when they are read, some ahead.
-
-    Args:
-        payloads: the tensors of one file, which are payloads.
-        source: decodes them by the names in them: diffusers may have renamed the keys.
-    """
+    """A state dict whose tensors are decoded when they are read, some ahead. The payloads are those of one file; the source
+    decodes them by the names in them, as diffusers may have renamed the keys."""
 
     def __init__(self, payloads: dict[str, torch.Tensor], source: TensorSource):
         super().__init__(payloads)

@@ -54,13 +54,8 @@ class PlainFiles:
         self._use(Path(folder))
 
     def use_shared(self, run: Callable[[Callable[[], Any]], list[Any]]) -> None:
-        """Loads files that the first process of each node decodes for the others.
-
-        They have no names, so that the system removes them with the last process that needs them, however it ends.
-
-        Args:
-            run: of `ranks.together`.
-        """
+        """Loads files that the first process of each node decodes for the others. They have no names, so that the system
+        removes them with the last process that needs them, however it ends. `run` is that of `ranks.together`."""
         with ExitStack() as writing:
             nodes = run(ranks.node)
             first = nodes.index(ranks.node())

@@ -65,12 +65,7 @@ def destinations(
 
 
 def names_by_weight(names: Iterable[str], model: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Returns the name in a checkpoint of each weight that loading takes from one tensor, which it may rename.
-
-    Args:
-        names: of the tensors.
-        model: may have adapters inside.
-        state: the weights that the model has without them.
-    """
+    """Returns the name in a checkpoint of each weight that loading takes from one tensor, which it may rename. The model may
+    have adapters inside; `state` are the weights that it has without them."""
     places = destinations(names, get_model_conversion_mapping(model), model.base_model_prefix, state)
     return {place.target: name for name, place in places.items() if place.pattern is None}

@@ -108,15 +108,9 @@ def skeleton_of(config: dict, owner: object) -> PreTrainedModel | None:
 
 
 def ties_of(model: PreTrainedModel | None, *files: Collection[str]) -> Ties:
-    """Returns the names that stand for one weight: those that the model ties, and those of one weight in different files.
-
-    Args:
-        model: without weights. Without a model, names are compared by their endings.
-        files: the names of the tensors in each file.
-
-    Raises:
-        CheckpointError: two files hold a weight in different forms: experts one by one and stacked, for instance.
-    """
+    """Returns the names that stand for one weight: those that the model, which is without weights, ties, and those of one
+    weight in different files, given the names of the tensors in each. Without a model, names are compared by their endings.
+    Raises CheckpointError if two files hold a weight in different forms: experts one by one and stacked, for instance."""
     if model is None:
         return Ties({}, _twins(files))
     return Ties(model.all_tied_weights_keys, _aliases(model, {frozenset(names) for names in files}))

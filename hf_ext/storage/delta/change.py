@@ -51,10 +51,8 @@ class Change:
         return float(self.energies.sum())
 
     def product(self, vectors: torch.Tensor, threads: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the change times some vectors (columns × width), and the transposed change times these images.
-
-        It reads the change once, and gets `energies` with it. The result does not depend on the number of threads.
-        """
+        """Returns the change times some vectors (columns × width), and the transposed change times these images. It reads the
+        change once, and gets `energies` with it. The result does not depend on the number of threads."""
         bands, images = list(self.bands()), torch.empty(vectors.shape[1], self.shape[0], dtype=torch.float32)
         energies = np.empty(self.shape[0])
 

@@ -122,15 +122,9 @@ def decode_rows(
     threads: int = 1,
     out: np.ndarray | None = None,
 ) -> RawTensor:
-    """Decodes the matrices from `begin` to `end` of the first dimension of a STACKED tensor.
-
-    Args:
-        base: the same rows of the base's tensor, or those that it has.
-        payload, header, threads, out: as for `decode_raw`; `out` is of the size of the rows.
-
-    Raises:
-        CorruptFileError, BaseModelError, MissingDependencyError: as `decode_raw`.
-    """
+    """Decodes the matrices from `begin` to `end` of the first dimension of a STACKED tensor. `base` has the same rows of the
+    base's tensor, or those that it has, and `out` is of the size of the rows. The rest is as for `decode_raw`, errors
+    included."""
     if header.base_values and base is None:  # before a forged size takes memory
         raise header.missing_base()
     shape = (end - begin, *header.shape[1:])

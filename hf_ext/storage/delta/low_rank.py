@@ -132,14 +132,9 @@ class Part(NamedTuple):
 
 
 def low_rank_part(change: Change, grid: Grid, most: int, passes: int, threads: int) -> Part | None:
-    """Returns the low-rank part of a change that pays, from a glance at a sample of rows and power iterations over the whole
-    matrix; None if no component pays.
-
-    Args:
-        grid: the rounding of the tensor's values to their type.
-        most: limit of the rank.
-        passes: number of power iterations.
-    """
+    """Returns the low-rank part of a change that pays, of rank `most` at most, from a glance at a sample of rows and `passes`
+    power iterations over the whole matrix; None if no component pays. `grid` is the rounding of the tensor's values to their
+    type."""
     start = glance(change, grid, most) if min(change.shape) >= LEAST and math.isfinite(grid.mean) else None
     if start is None:
         return None
@@ -153,12 +148,7 @@ def low_rank_part(change: Change, grid: Grid, most: int, passes: int, threads: i
 
 def glance(change: Change, grid: Grid, most: int) -> torch.Tensor | None:
     """Returns the leading right singular vectors of a sample of rows (columns × width), at least MARGIN more than pay, or None
-    if the sample shows that no component pays.
-
-    Args:
-        grid: the rounding of the tensor's values to their type.
-        most: limit of the rank.
-    """
+    if the sample shows that no component pays. The arguments are those of `low_rank_part`."""
     rows, columns = change.shape
     width = FEW
     while True:
@@ -198,11 +188,8 @@ def whole_values(values: np.ndarray, energy: float, sampled: int, shape: tuple[i
 
 def search(rank: int, is_all: bool, dtype: str, level: int) -> list[tuple[int, Sequence[int]]]:
     """Returns the ranks to try, each with its step sizes: the numbers of times to halve the squared step of the factors,
-    starting from the best step for a rest of white noise.
-
-    A change that is completely of low rank leaves almost no rest. Each predicted value is then exact or off by one step; finer
-    factors make errors rarer.
-    """
+    starting from the best step for a rest of white noise. A change that is completely of low rank leaves almost no rest. Each
+    predicted value is then exact or off by one step; finer factors make errors rarer."""
     if is_all and level == 2:
         return [(rank, range(1, 10, 2) if WIDTHS[dtype] == 2 else [4, 7])]
     if is_all:  # a weighted fit may make more components pay
@@ -289,11 +276,8 @@ def quantize(left: torch.Tensor, right: torch.Tensor, exponent: int) -> Factors 
 
 
 def step_exponent(left: torch.Tensor, right: torch.Tensor, rest: float) -> int:
-    """Returns the exponent of `quantize` that takes the fewest bits.
-
-    Args:
-        rest: variance of a value's rest after the product, including the rounding of its type.
-    """
+    """Returns the exponent of `quantize` that takes the fewest bits, given the variance of a value's rest after the product,
+    including the rounding of its type."""
     energy, (rows, rank), columns = float(left.double().square().sum()), left.shape, right.shape[1]
     square = float(_steps(energy, rank, rest, rows, columns)[1])
     limit = MAX_EXPONENT + 1

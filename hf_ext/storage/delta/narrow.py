@@ -42,11 +42,8 @@ def narrow_rows(tensor: RawTensor, length: int) -> tuple[str, np.ndarray]:
 
 
 def encode_mixed(tensor: RawTensor, length: int, threads: int) -> tuple[str, bytes] | None:
-    """Codes the rows that fit a narrower type in that type, and the others in the tensor's own.
-
-    Returns:
-        The narrower type and the body, or None if too few rows fit one.
-    """
+    """Codes the rows that fit a narrower type in that type, and the others in the tensor's own. Returns the narrower type and
+    the body, or None if too few rows fit one."""
     narrow, fits = narrow_rows(tensor, length)
     if fits.mean() < LEAST_SHARE:
         return None

@@ -101,11 +101,8 @@ def decode_tensor(
     out: np.ndarray | None = None,
     rows: tuple[int, int] | None = None,
 ) -> RawTensor:
-    """Returns one tensor of a file. If the base is not the recorded one, the error names both.
-
-    Args:
-        rows: begin and end of the rows to return of a STACKED tensor, by default all.
-    """
+    """Returns one tensor of a file, or, of a STACKED one, the rows from the first to the second of `rows`. If the base is not
+    the recorded one, the error names both."""
     payload, header = file.payload(name), file.headers[name]
     twin, threads = None, threads_for(file.size(name))
     try:

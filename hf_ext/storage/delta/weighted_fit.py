@@ -23,13 +23,9 @@ LEAST = 1e-30  # replaces that entry if the sampled rows did not change
 def fit(
     change: Change, left: torch.Tensor, right: torch.Tensor, spacings: np.ndarray, level: int, threads: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns factors of the same shapes (rows × rank and rank × columns) that leave less of a change; may reuse the memory of
-    those given.
-
-    Args:
-        spacings: exponents of the spacings of a sample of values.
-        threads: number of threads; the result does not depend on it.
-    """
+    """Returns factors of the same shapes (rows × rank and rank × columns) that leave less of a change, given the exponents of
+    the spacings of a sample of values; may reuse the memory of those given. The result does not depend on the number of
+    threads."""
     rank, length = right.shape
     rows, columns = left.contiguous(), right.T.contiguous()
     wanted = max(EQUATIONS * rank, LEAST_EQUATIONS) / min(change.shape)

@@ -17,10 +17,8 @@ from hf_ext.uni_med.upcycling.tasks import BatchTasks
 
 
 class CMoEModel(LoraModel):
-    """The tuner behind `get_peft_model(model, CMoEConfig(…))`.
-
-    The model then takes `tasks=`, the task of each sample, in calls and in `generate`.
-    """
+    """The tuner behind `get_peft_model(model, CMoEConfig(…))`. The model then takes `tasks=`, the task of each sample, in calls
+    and in `generate`."""
 
     tuner_layer_cls = BaseTunerLayer
 
