@@ -103,16 +103,7 @@ class PissaModel(LoraModel):
                 layer.lora_magnitude_vector[adapter].weight.data.copy_(layer.norm(adapter))
         return layers
 
-    def _create_and_replace(
-        self,
-        config: PissaConfig,
-        adapter_name: str,
-        target: nn.Module,
-        target_name: str,
-        parent: nn.Module,
-        current_key: str,
-        **kwargs: Any,
-    ) -> None:
+    def _create_and_replace(self, config, adapter_name, target, target_name, parent, current_key, **kwargs) -> None:
         if isinstance(target, BaseTunerLayer) and not isinstance(target, PissaLayer):
             raise AdapterError(
                 f"{current_key} already has an adapter of another type. Call unload() or merge_and_unload() first."

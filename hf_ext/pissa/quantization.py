@@ -45,18 +45,9 @@ class Quantization:
 
     def quantize(self, weight: torch.Tensor) -> QuantizedWeight:
         """Quantizes a weight (out_features, in_features) of any float type. The result is on the same device."""
-        parameter = (
-            bitsandbytes()
-            .nn.Params4bit(
-                weight.contiguous(),
-                requires_grad=False,
-                blocksize=self.blocksize,
-                compress_statistics=self.double,
-                quant_type=self.quant_type,
-                quant_storage=self.storage,
-            )
-            .to(weight.device)
-        )
+        options: dict[str, Any] = {"blocksize": self.blocksize, "compress_statistics": self.double, "requires_grad": False}
+        options |= {"quant_type": self.quant_type, "quant_storage": self.storage}
+        parameter = bitsandbytes().nn.Params4bit(weight.contiguous(), **options).to(weight.device)
         parameter.quant_state.dtype = self.dtype
         return parameter
 
@@ -83,12 +74,8 @@ def dequantize(parameter: QuantizedWeight) -> torch.Tensor:
 
 def residual(weight: torch.Tensor, B: torch.Tensor, A: torch.Tensor, scaling: float) -> torch.Tensor:
     """Returns W − scaling · B A, float32. It is computed in float64: the number of threads does not change the result."""
-    return torch.cat(
-        [
-            (rows.double() - scaling * (left.double() @ A.double())).float()
-            for rows, left in zip(weight.split(ROWS), B.split(ROWS))
-        ]
-    )
+    parts = zip(weight.split(ROWS), B.split(ROWS))
+    return torch.cat([(rows.double() - scaling * (left.double() @ A.double())).float() for rows, left in parts])
 
 
 class QuantizedResidual(NamedTuple):

@@ -84,10 +84,10 @@ class RawTensor:
         except (TypeError, AttributeError):
             fits = False
         if not fits:
-            found = f"{data.dtype} {list(data.shape)}" if isinstance(data, np.ndarray) else type(data).__name__
+            given = f"{data.dtype} {list(data.shape)}" if isinstance(data, np.ndarray) else type(data).__name__
             raise CheckpointError(
                 f"Tensor '{name}' is {self.dtype} {self.shape}. Give its bytes as one contiguous{' writable' * writable} array "
-                f"of uint8 of that size, not as {found}."
+                f"of uint8 of that size, not as {given}."
             )
 
     def to_torch(self) -> torch.Tensor:
