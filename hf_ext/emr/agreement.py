@@ -70,12 +70,13 @@ def _sums_of(
 ) -> Iterator[tuple[str, Sums]]:
     """Yields each task and the means of its sums over the runs of a tensor's values that start at `begins`."""
     dtype, width = tensor.dtype, WIDTHS[tensor.dtype]
-    prior, voters = base.read(tensor.twin), [model for model in tensor.voters if model in tasks]
+    base_tensor, voters = base.read(tensor.twin), [model for model in tensor.voters if model in tasks]
+    base_width = WIDTHS[base_tensor.dtype]
     weights = [model.tensors.read(tensor.name).data for model in voters]
     standing = None
     for begin in begins:
         end = min(begin + RUN, math.prod(tensor.shape))
-        values = cast(prior.data[begin * WIDTHS[prior.dtype] : end * WIDTHS[prior.dtype]], prior.dtype, dtype)
+        values = cast(base_tensor.data[begin * base_width : end * base_width], base_tensor.dtype, dtype)
         runs = [data[begin * width : end * width] for data in weights]
         if all(np.array_equal(run, values) for run in runs):
             sums = np.zeros(len(voters), election.SUMS)

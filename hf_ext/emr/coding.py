@@ -133,10 +133,10 @@ def sums_of(tensor: RawTensor, base: RawTensor, near: RawTensor) -> np.ndarray:
     values, total = min(tensor.data.size // width, base.data.size // base_width), np.zeros((), election.SUMS)
     for begin in range(0, values, CHUNK):
         end = min(begin + CHUNK, values)
-        prior = cast(base.data[begin * base_width : end * base_width], base.dtype, dtype)
+        base_part = cast(base.data[begin * base_width : end * base_width], base.dtype, dtype)
         exact, approximate = (cast(part.data[begin * width : end * width], dtype, dtype) for part in (tensor, near))
-        elected = np.empty_like(prior)
-        _, (of_task, of_near) = election.elect(dtype, prior, [exact, approximate], elected, threads)
+        elected = np.empty_like(base_part)
+        _, (of_task, of_near) = election.elect(dtype, base_part, [exact, approximate], elected, threads)
         _, [off] = election.elect(dtype, approximate, [exact], elected, threads)
         for field in ("moved", "task_l1", "task_squares", "base_squares", "not_finite"):
             total[field] += of_task[field]

@@ -70,9 +70,9 @@ def adopt(dtype: str, base: np.ndarray, elected: np.ndarray, task: np.ndarray) -
     free = elected.view(words) == base.view(words)
     elected.view(words)[free] = task.view(words)[free]
     _, sums = elect(dtype, base, [task], np.empty_like(elected))  # right but for the sums of the unified vector
-    prior, *weights = (cast(array, dtype, "F64").view(np.float64) for array in (base, task, elected))
+    base, *weights = (cast(array, dtype, "F64").view(np.float64) for array in (base, task, elected))
     with np.errstate(invalid="ignore"):
-        vector, unified = (np.nan_to_num(array - prior, posinf=0, neginf=0) for array in weights)
+        vector, unified = (np.nan_to_num(array - base, posinf=0, neginf=0) for array in weights)
     agrees = vector * unified > 0
     unified = np.where(agrees, unified, 0)
     sums["agreeing"], sums["unified_l1"] = np.count_nonzero(agrees), np.abs(unified).sum()

@@ -72,8 +72,8 @@ class MergeFolder:
         for name in [*file.record.shared, *file.record.modulated, *file.coded]:
             twin = self.base.twin_of(name)
             stored = self.elected.entry(name) if name in self.elected else None
-            prior = self.base.entry(twin) if twin else None
-            fits = stored and prior and prior.shape == stored.shape and {prior.dtype, stored.dtype} <= FLOATS.keys()
+            base = self.base.entry(twin) if twin else None
+            fits = stored and base and base.shape == stored.shape and {base.dtype, stored.dtype} <= FLOATS.keys()
             if not stored or not fits and name not in file.record.shared:
                 raise CorruptFileError(
                     f"{file.path} is damaged: its tensor '{name}' does not fit the elected weights and the base. {REPAIR}"
@@ -131,7 +131,7 @@ class MergeFolder:
         """Raises CorruptFileError or BaseModelError if a stored tensor, or the base's that its tasks need, is damaged."""
         self.elected.read(name)
         if self.is_elected(name):
-            self.parts.prior(name)
+            self.parts.base_data(name)
 
     def entry(self, task: str, name: str) -> Entry:
         """Returns dtype and shape of a task's tensor."""
@@ -170,7 +170,7 @@ class MergeFolder:
         if out is None or out.size != source.data.size:
             out = np.empty_like(source.data) if kept else source.data
         modulator = self.parts.modulator(task, name)
-        election.modulate(source.dtype, self.parts.prior(name), source.data, *modulator, out, threads_for(out.size))
+        election.modulate(source.dtype, self.parts.base_data(name), source.data, *modulator, out, threads_for(out.size))
         entry = self.entry(task, name)
         if entry.shape != source.shape:
             row = math.prod(entry.shape[1:]) * WIDTHS[entry.dtype]

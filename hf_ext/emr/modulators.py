@@ -25,6 +25,7 @@ from hf_ext.errors import CorruptFileError
 from hf_ext.storage.delta.codec import decode_raw
 from hf_ext.storage.delta.deflate import deflate, inflate
 from hf_ext.storage.delta.payload import Header, read_header
+from hf_ext.storage.delta.source import read_base
 from hf_ext.storage.hub import OTHER_WEIGHTS
 from hf_ext.storage.prefetch import threads_for
 from hf_ext.storage.safetensors_file import BITS, Entry, RawTensor, SafetensorsFile, write_header
@@ -208,8 +209,7 @@ class TaskFile:
     def decoded(self, name: str, base: TensorSource, out: np.ndarray | None = None) -> RawTensor:
         """Returns a coded tensor, in `out` if its mode allows that."""
         data, header = self.read(CODE + name).data, self.header(name)
-        prior = base.read(header.base_name) if header.base_name in base else None
-        return decode_raw(data, prior, header, threads_for(header.size), out)
+        return decode_raw(data, read_base(base, header.base_name), header, threads_for(header.size), out)
 
     def modulators_size(self) -> int:
         """Returns the bytes of all masks and coded tensors in the file."""

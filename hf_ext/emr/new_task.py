@@ -68,7 +68,7 @@ class NewTask:
 class ElectedTask(NewTask):
     """A new task that takes part in the election."""
 
-    def elected_record(self, elected: str, config: str, rescale: str, priors: Mapping[str, str]) -> TaskRecord:
+    def elected_record(self, elected: str, config: str, rescale: str, base_digests: Mapping[str, str]) -> TaskRecord:
         """Returns the record (see `record`) with the rules of all tensors, given the checksums of the base's tensors, each in
         the type of the elected one. Gives further rows of resized ones to the writer. `rescale` is as in `merge`."""
         weights = {name: 1 / max(self.values[name], 1) if rescale == "tensor_mean" else 1 for name in self.sums}
@@ -78,7 +78,7 @@ class ElectedTask(NewTask):
         }
         scales = {name: election.rescaler(sums if rescale == "tensor" else totals) for name, sums in self.sums.items()}
         record = self.record(elected, config, scales)
-        record.modulated = {name: Modulated(scales[name], priors[name], self._resized(name)) for name in sorted(scales)}
+        record.modulated = {name: Modulated(scales[name], base_digests[name], self._resized(name)) for name in sorted(scales)}
         return record
 
     def _resized(self, name: str) -> int | None:

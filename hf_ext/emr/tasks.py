@@ -79,9 +79,9 @@ def with_one_name_each(models: Sequence[TaskModel], base: TensorSource) -> list[
     tied: list[dict[str, str]] = [dict(model.ties) for model in models]
     for group in ties.groups(dict.fromkeys([*(name for names in views for name in names), *base.names()])):
         used = [name for name in group if any(name in names for names in views)]
-        known = [name for name in group if name in base]
-        fitting = (name for name in used if base.twin_of(name) in known)
-        one = next(fitting, (known or used)[0])
+        in_base = [name for name in group if name in base]
+        fitting = (name for name in used if base.twin_of(name) in in_base)
+        one = next(fitting, (in_base or used)[0])
         held = [[name for name in used if name in names] for names in views]
         apart = set()
         for model, names, view in zip(models, held, views):

@@ -64,7 +64,7 @@ class MergeWriter(ExitStack):
         new = [(model, base, stored, self._folder(model) / FILE) for model in models if model.task not in self.standing]
         self.coded = [CodedTask(*task) for task in new if options.is_coded]
         self.elected = {task[0]: ElectedTask(*task) for task in new if not options.is_coded}
-        self.priors: dict[str, str] = {}  # elected tensor -> checksum of the base's, in its type
+        self.base_digests: dict[str, str] = {}  # elected tensor -> checksum of the base's, in its type
         for task in (*self.coded, *self.elected.values()):
             self.enter_context(closing(task.writer))
 
@@ -116,7 +116,7 @@ class MergeWriter(ExitStack):
         the bytes that the folder takes besides the coded changes, if that is measured. Raises CheckpointError if the election
         suits a task less than the base would."""
         elected = [
-            (task, task.elected_record(self.digest, self._config_digest(model), self.options.rescale, self.priors))
+            (task, task.elected_record(self.digest, self._config_digest(model), self.options.rescale, self.base_digests))
             for model, task in self.elected.items()
         ]
         if not self.options.accept_conflicts:
@@ -172,32 +172,32 @@ class MergeWriter(ExitStack):
         threads, digest = threads_for(elected.size), xxhash.xxh3_64()
         for begin in range(0, values if voters else 0, CHUNK):
             end = min(begin + CHUNK, values)
-            prior = cast(base.data[begin * base_width : end * base_width], base.dtype, dtype)
-            digest.update(prior)
+            base_part = cast(base.data[begin * base_width : end * base_width], base.dtype, dtype)
+            digest.update(base_part)
             parts = [weight.data[begin * width : end * width] for weight in weights]
             chunk = elected[begin * width : end * width]
-            chunk_masks, chunk_sums = election.vote(dtype, prior, parts, chunk, self.merged is not None, threads)
+            chunk_masks, chunk_sums = election.vote(dtype, base_part, parts, chunk, self.merged is not None, threads)
             masks[:, begin // 8 : election.mask_bytes(end)] = chunk_masks
             for field in election.SUM_NAMES:
                 sums[field] += chunk_sums[field]
             self.base.release(tensor.twin, begin * base_width, end * base_width)
             for model in voters:
                 model.tensors.release(name, begin * width, end * width)
-        self.priors[name] = digest.hexdigest()
+        self.base_digests[name] = digest.hexdigest()
         for model, mask, total in zip(voters, masks, sums):
             self.elected[model].add_sums(name, np.asarray(total))
             self.elected[model].writer.add_mask(name, mask)
         return RawTensor(dtype, tensor.shape, elected)
 
-    def _clear(self, name: str, elected: np.ndarray, prior: np.ndarray) -> None:
+    def _clear(self, name: str, elected: np.ndarray, base_part: np.ndarray) -> None:
         """Overwrites elected weights that no task takes any more with the base's."""
         assert self.merged is not None
         words = f"<u{WIDTHS[self.stored[name].dtype]}"
-        elected, prior = elected.view(words), prior.view(words)
+        elected, base_part = elected.view(words), base_part.view(words)
         free = np.ones(elected.size, bool)
         for model in self.stored[name].voters:
             if name in self.standing[model.task].record.modulated:
                 mask, _ = self.merged.parts.modulator(model.task, name)
                 if mask is not None:
                     free &= np.unpackbits(mask, count=free.size, bitorder="little") == 0
-        np.copyto(elected, prior, where=free)
+        np.copyto(elected, base_part, where=free)

@@ -22,7 +22,7 @@ from hf_ext.integration.save_hooks import PushToHub, Saving, is_diffusers_model
 from hf_ext.storage.config_file import is_merge, quantization_of
 from hf_ext.storage.delta.codec import decode_raw
 from hf_ext.storage.delta.payload import is_payload, read_header
-from hf_ext.storage.delta.source import base_tensor
+from hf_ext.storage.delta.source import read_base
 from hf_ext.storage.files import require_another_folder, staged_folder
 from hf_ext.storage.hub import absolute
 from hf_ext.storage.layout import all_weights
@@ -162,5 +162,5 @@ class CompressedSaving(Saving):
                 data = value.reshape(-1).cpu().numpy()
                 header = read_header(data, key.removeprefix(prefix))
                 base = base or open_checkpoint(self.base, self.revision)
-                twin = base_tensor(base, header.base_name)
-                state_dict[key] = decode_raw(data, twin, header, torch.get_num_threads()).to_torch()
+                base_tensor = read_base(base, header.base_name)
+                state_dict[key] = decode_raw(data, base_tensor, header, torch.get_num_threads()).to_torch()

@@ -175,11 +175,11 @@ def _require_fitting(needing: Sequence[CompressedFile], headers: Sequence[Safete
         return  # the base is compressed itself: small, and its own record has the fingerprint
     payloads = [(file, header) for file in needing for header in file.headers.values() if header.base_values]
     for file, payload in payloads:
-        twin = tensors.get(payload.base_name)
+        tensor = tensors.get(payload.base_name)
         try:
-            if twin is None:
+            if tensor is None:
                 raise BaseModelError(f"It has no tensor '{payload.base_name}', so it is another model.")
-            payload.require_base(twin.dtype, twin.shape)
+            payload.require_base(tensor.dtype, tensor.shape)
         except BaseModelError as error:
             file.require_intact()  # else its headers may be wrong
             raise BaseModelError(f"{error} It was not downloaded.") from None

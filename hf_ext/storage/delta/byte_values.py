@@ -34,8 +34,8 @@ def best_mode(tensor: RawTensor, base: RawTensor) -> int:
 
 def encode_bytes(tensor: RawTensor, base: RawTensor, mode: int, threads: int) -> bytes:
     """Returns the body of a tensor whose base has the same type and shape."""
-    numbers, prediction = _numbers(tensor, base, mode), _numbers(base, base, mode)
-    return _native.encode(numbers, prediction, FLOATS["BF16"], _row_length(tensor, numbers), numbers.size, threads)
+    numbers, base_numbers = _numbers(tensor, base, mode), _numbers(base, base, mode)
+    return _native.encode(numbers, base_numbers, FLOATS["BF16"], _row_length(tensor, numbers), numbers.size, threads)
 
 
 def decode_bytes(body: np.ndarray, base: RawTensor, mode: int, threads: int) -> np.ndarray:

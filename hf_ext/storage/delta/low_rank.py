@@ -66,7 +66,7 @@ class Grid(NamedTuple):
         return np.log2(np.add.outer(variance, self.variances) + TINY) @ self.shares / 2
 
 
-def changes(data: np.ndarray, prediction: np.ndarray, dtype: str, length: int, level: int, threads: int = 1) -> list[Factors]:
+def changes(data: np.ndarray, base_data: np.ndarray, dtype: str, length: int, level: int, threads: int = 1) -> list[Factors]:
     """Returns low-rank changes that may bring a base closer to a tensor, to be tried one by one.
 
     A sample of the rows shows whether any change can pay. Memory: the sample (at most 2^23 values), the factors and a few bands
@@ -74,13 +74,13 @@ def changes(data: np.ndarray, prediction: np.ndarray, dtype: str, length: int, l
 
     Args:
         data: bytes of the tensor, a matrix with rows of `length` values.
-        prediction: bytes of the base, of the same type and size.
+        base_data: bytes of the base, of the same type and size.
         level: 2 or 3, see `encode_raw`.
         threads: number of threads; the result does not depend on it.
     """
     if MOST // length < LEAST:
         return []
-    change, spacings = Change(data, prediction, dtype, length), spacings_of(data, dtype)
+    change, spacings = Change(data, base_data, dtype, length), spacings_of(data, dtype)
     with np.errstate(over="ignore"):  # float64 values may be too far apart to be squared
         grid = Grid.of(spacings)
     part = low_rank_part(change, grid, MAX_RANK_OF_ALL[level], PASSES[level], threads)

@@ -29,7 +29,7 @@ def fit(
     rank, length = right.shape
     rows, columns = left.contiguous(), right.T.contiguous()
     wanted = max(EQUATIONS * rank, LEAST_EQUATIONS) / min(change.shape)
-    matrix = change.values, change.predictions, FLOATS[change.dtype], length, int(spacings.max()), finest(spacings, wanted)
+    matrix = change.values, change.base, FLOATS[change.dtype], length, int(spacings.max()), finest(spacings, wanted)
     for turn, steps in enumerate(STEPS[level][-1 - rank :]):  # one component needs no more than one round
         own, fixed = (columns, sampled(rows)) if turn % 2 else (rows, columns)
         gram = (fixed.T @ fixed).double()
