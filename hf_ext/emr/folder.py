@@ -29,14 +29,8 @@ from hf_ext.storage.stored import OF_TASK
 
 
 class MergeFolder:
-    """The opened folder of a merge. Computes the tensors of its tasks one by one.
-
-    Args:
-        folder: the merge's folder.
-        base: folder or Hub id of the base, if it is no longer where config.json says.
-        revision: commit of that base.
-        hub: access settings for the base.
-    """
+    """The opened folder of a merge. Computes the tensors of its tasks one by one. `base` is the folder or Hub id of the base,
+    if it is no longer where config.json says, `revision` that base's commit, and `hub` its access settings."""
 
     def __init__(
         self, folder: str | os.PathLike, base: str | os.PathLike | None = None, revision: str | None = None, hub: Hub = HUB

@@ -19,18 +19,9 @@ from hf_ext.storage.source import TensorSource
 
 
 class NewTask:
-    """A task that is being merged. Its own tensors are in its file from the start.
-
-    Args:
-        model, base: the task, and the model that it was fine-tuned from.
-        stored: the tensors of the merge.
-        path: the file to write.
-
-    Attributes:
-        tensors: those that are made from the base's, by name.
-        sums: their sums `election.SUMS`.
-        shared: names of the tensors that are stored for several tasks as they are.
-    """
+    """A task that is being merged, into the file `path`. Its own tensors are in it from the start. `tensors` are those of the
+    merge that are made from the base's, by name, `sums` their sums `election.SUMS`, and `shared` the names of the tensors that
+    are stored for several tasks as they are."""
 
     def __init__(self, model: TaskModel, base: TensorSource, stored: Sequence[StoredTensor], path: Path):
         self.model, self.base = model, base

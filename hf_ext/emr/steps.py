@@ -110,15 +110,9 @@ class _Part(NamedTuple):
 
 
 class Sample:
-    """A sample of the tensors that a task codes, to choose the step.
-
-    It has the tensors at places spread evenly over all values, half of the places by the number of values and half by the size
-    of their changes. Of small models it has all tensors, and of models without a change there all that changed.
-
-    Args:
-        model, base: the task, and the model that it was fine-tuned from.
-        twins: by name of a tensor, the base's name.
-    """
+    """A sample of the tensors that a task codes, to choose the step. It has the tensors at places spread evenly over all
+    values, half of the places by the number of values and half by the size of their changes. Of small models it has all
+    tensors, and of models without a change there all that changed. `twins` are by name of a tensor the base's name."""
 
     def __init__(self, model: TaskModel, base: TensorSource, twins: Mapping[str, str]):
         self._model, self._base, self._twins = model, base, twins

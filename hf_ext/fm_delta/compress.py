@@ -11,7 +11,7 @@ from hf_ext.fm_delta.folder import ADDED_CARD, ModelFolder, card_record, is_comp
 from hf_ext.fm_delta.reports import CheckpointReport, report_of
 from hf_ext.fm_delta.restore import decode_all
 from hf_ext.integration.cards import CARD, class_of, has_card, write_card
-from hf_ext.storage.config_file import CONFIG, read_config, storage_settings
+from hf_ext.storage.config_file import CONFIG, read_config
 from hf_ext.storage.delta import DEFAULT_LEVEL
 from hf_ext.storage.delta.file import CompressedFile
 from hf_ext.storage.delta.source import RestoredFile
@@ -98,11 +98,10 @@ def write_with_card(sets: Sets, base: TensorSource, out: Path, target: Path, **o
     record = {}
     if (out / CONFIG).exists() and not has_card(out):
         record = card_record(target) if has_card(target) else ADDED_CARD
-    write_model(sets, base, out, settings=record, **options)
+    info = write_model(sets, base, out, settings=record, **options)
     if record:
-        settings, alone = storage_settings(out), isinstance(base, NoBase)
-        figures = {"alone": alone, "revision": settings["revision"], "model_class": class_of(out)}
-        bases = [] if alone else [settings["base"]]
+        figures = {"alone": info is None, "revision": info and info.revision, "model_class": class_of(out)}
+        bases = [] if info is None else [info.name]
         library = "diffusers" if "_class_name" in read_config(out / CONFIG) else "transformers"
         write_card(out, "fm_delta", bases, "finetune", target=target, tags=["fm-delta"], library=library, **figures)
 

@@ -32,16 +32,9 @@ MOVED = (
 def open_delta(
     paths: Sequence[Path], base: str | os.PathLike | None = None, revision: str | None = None, hub: Hub = HUB
 ) -> DeltaCheckpoint:
-    """Opens the compressed files of one checkpoint, of which all tensors will be read. Checks all payloads.
-
-    Args:
-        paths: all files that are read together.
-        base, revision, hub: see `open_base`.
-
-    Raises:
-        BaseModelError: the base is missing, or is not the one that the files were written against.
-        CorruptFileError: a file is damaged, missing, or from another save.
-    """
+    """Opens the compressed files of one checkpoint that are read together, of which all tensors will be read. Checks all
+    payloads. `base`, `revision` and `hub` are those of `open_base`. Raises BaseModelError if the base is missing, or is not the
+    one that the files were written against, and CorruptFileError if a file is damaged, missing, or from another save."""
     files = open_shards(paths)
     for file in files:
         file.require_intact()
@@ -128,16 +121,16 @@ def base_of(file: CompressedFile, folder: Path | None) -> tuple[str | None, str 
     return (None, None) if file.base is None else (file.base.name, file.base.revision)
 
 
-def require_depth(base: TensorSource, more: int = 1) -> None:
-    """Raises CheckpointError if `more` checkpoints, each compressed against the one before and the first against this base,
-    could not be opened: too many others would have to be opened to read the last."""
+def require_depth(base: TensorSource) -> None:
+    """Raises CheckpointError if a checkpoint compressed against this base could not be opened: too many others would have to be
+    opened to read it."""
     depth, inner = 0, base
     while isinstance(inner, DeltaCheckpoint):
         depth, inner = depth + 1, inner.base
-    if depth + more - 1 > MAX_CHAIN:
+    if depth > MAX_CHAIN:
         raise CheckpointError(
             f"The base {base} needs {depth - 1} other compressed checkpoints, each to read the one before; "
-            f"{MAX_CHAIN - more + 1} are the limit. Give one of the first as the base, or decompress the base."
+            f"{MAX_CHAIN} are the limit. Give one of the first as the base, or decompress the base."
         )
 
 

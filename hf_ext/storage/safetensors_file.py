@@ -167,14 +167,8 @@ class SafetensorsFile:
 
 
 class ComputedFile:
-    """A safetensors file yet to be written. Its tensors are computed on request.
-
-    Args:
-        name: of the file.
-        tensors: dtype and shape of each tensor.
-        compute: returns a tensor by name; called from several threads.
-        metadata: of the file's header.
-    """
+    """A safetensors file yet to be written, given dtype and shape of each tensor. `compute` returns a tensor by name, on
+    request and from several threads."""
 
     def __init__(
         self,

@@ -93,16 +93,10 @@ class Stored:
         return Checkpoint(self.name, self.revision, self.hub)
 
     def tensors(self, base: str | os.PathLike | None = None) -> Checkpoint | DeltaCheckpoint:
-        """Returns the weights of the model, decoded when they are read.
-
-        Args:
-            base: folder or Hub id of the base, if it is no longer where config.json says.
-
-        Raises:
-            BaseModelError: there are no weights of that name, or their base is missing or is another model.
-            CheckpointError: the files hold several models merged into one.
-            CorruptFileError: they are damaged.
-        """
+        """Returns the weights of the model, decoded when they are read. `base` is the folder or Hub id of the base, if it is no
+        longer where config.json says. Raises BaseModelError if there are no weights of that name, or their base is missing or
+        is another model, CheckpointError if the files hold several models merged into one, and CorruptFileError if they are
+        damaged."""
         weights = self.checkpoint
         if weights.kind is Kind.MERGE:
             raise CheckpointError(f"{weights} {Kind.MERGE.value}")

@@ -147,14 +147,9 @@ def write_inputs(
     of_which: str = "",
 ) -> list[Candidate]:
     """Writes and filters inputs until `needed` are kept. synthesis.jsonl in args.output_dir gets all of them (section 3.1).
-
-    Resumes from the file's contents. Repeats an incomplete last round from its seed, with the same result.
-
-    Args:
-        writer: the model that writes, without its adapters if it has some; or a `Server`.
-        settings: what the inputs depend on beside the seeds and the settings of the writing.
-        of_which: the parts of `needed`, for the error.
-    """
+    Resumes from the file's contents. Repeats an incomplete last round from its seed, with the same result. The writer is the
+    model, without its adapters if it has some, or a `Server`. `settings` are what the inputs depend on beside the seeds and the
+    settings of the writing; `of_which` names the parts of `needed` for the error."""
     args, sieve = prompts.args, Sieve(prompts, judge, well_formed)
     names = ("num_shots", "num_items", "temperature", "top_p", "generation_kwargs", "max_input_length", "chat_template_kwargs")
     settings = settings | {"seeds": prompts.seeds} | args.named(*names)

@@ -40,14 +40,8 @@ def destinations(
     names: Iterable[str], conversions: Iterable[WeightTransform], prefix: str, state: Mapping[str, torch.Tensor]
 ) -> dict[str, Destination]:
     """Returns the destinations of the tensors of a checkpoint that the model has a place for, in the order in which
-    `from_pretrained` uses them.
-
-    Args:
-        names: of the tensors.
-        conversions: of the model's checkpoints.
-        prefix: the model's `base_model_prefix`.
-        state: the model's state dict.
-    """
+    `from_pretrained` uses them, given the conversions of the model's checkpoints, its `base_model_prefix` and its state
+    dict."""
     conversions = deepcopy(list(conversions))  # renaming leaves marks on them
     renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]

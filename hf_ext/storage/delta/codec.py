@@ -181,17 +181,9 @@ def decode_body(body: np.ndarray, base: RawTensor | None, header: Header, thread
 
 
 def stored_factors(payload: np.ndarray | bytes, header: Header) -> Factors | None:
-    """Returns the low-rank change of a matrix that a payload holds, without the base; None if it holds none.
-
-    The base moved by this change is the codec's prediction of the tensor, except for rounding to the tensor's type.
-
-    Args:
-        payload: as `encode_raw` returned it.
-        header: the result of `read_header`.
-
-    Raises:
-        CorruptFileError: the payload is damaged.
-    """
+    """Returns the low-rank change of a matrix that a payload with this header holds, without the base; None if it holds none.
+    The base moved by this change is the codec's prediction of the tensor, except for rounding to the tensor's type. Raises
+    CorruptFileError if the payload is damaged."""
     if header.mode != CODED or header.base_values != header.values or not has_long_rows(header.shape):
         return None
     body, length = np.frombuffer(payload, np.uint8)[header.body :], row_length(header.shape)

@@ -162,14 +162,9 @@ def check_shards(files: Sequence[CompressedFile]) -> None:
 
 
 class CompressedWriter:
-    """A writer of a compressed file, payload by payload. It reserves space for the header first. `finish` writes the header
-    when the payloads of all shards are known; `close` comes before, so that only one shard is open at a time.
-
-    Args:
-        path: of the new file.
-        original: the file to compress; only its header is used.
-        base: the base to record in the file; None without one.
-    """
+    """A writer of a compressed file, payload by payload. It reserves space for the header first, of which `original` gives the
+    entries. `finish` writes the header when the payloads of all shards are known; `close` comes before, so that only one shard
+    is open at a time."""
 
     def __init__(self, path: Path, original: TensorFile, base: BaseInfo | None):
         self.original = original

@@ -67,17 +67,10 @@ class Grid(NamedTuple):
 
 
 def changes(data: np.ndarray, base_data: np.ndarray, dtype: str, length: int, level: int, threads: int = 1) -> list[Factors]:
-    """Returns low-rank changes that may bring a base closer to a tensor, to be tried one by one.
-
-    A sample of the rows shows whether any change can pay. Memory: the sample (at most 2^23 values), the factors and a few bands
-        of rows.
-
-    Args:
-        data: bytes of the tensor, a matrix with rows of `length` values.
-        base_data: bytes of the base, of the same type and size.
-        level: 2 or 3, see `encode_raw`.
-        threads: number of threads; the result does not depend on it.
-    """
+    """Returns low-rank changes that may bring a base closer to a tensor, to be tried one by one, at level 2 or 3 of
+    `encode_raw`. Both are given as bytes of one type and size, the tensor with rows of `length` values. A sample of the rows
+    shows whether any change can pay. Memory: the sample (at most 2^23 values), the factors and a few bands of rows. The result
+    does not depend on the number of threads."""
     if MOST // length < LEAST:
         return []
     change, spacings = Change(data, base_data, dtype, length), spacings_of(data, dtype)
@@ -215,16 +208,9 @@ def spacing(values: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def best_rank(values: np.ndarray, energy: float, shape: tuple[int, int], grid: Grid) -> int:
-    """Returns the rank at which factors and rest together take the fewest bits, if the rest is white noise and each component
-    counts as `grid.least_gain` bits more for each value, because it takes time. Returns 0 if no rank saves a share of
-    LEAST_SAVED.
-
-    Args:
-        values: the leading singular values of the change, in decreasing order.
-        energy: sum of the squares of the whole change.
-        shape: of the change.
-        grid: the rounding of the tensor's values to their type.
-    """
+    """Returns the rank at which factors and rest together take the fewest bits, given the leading singular values of the change
+    and its energy, if the rest is white noise and each component counts as `grid.least_gain` bits more for each value, because
+    it takes time. Returns 0 if no rank saves a share of LEAST_SAVED."""
     rows, columns = shape
     count = rows * columns
     if not len(values) or not count:

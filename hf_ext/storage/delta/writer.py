@@ -96,21 +96,13 @@ def write_model(
     level: int = DEFAULT_LEVEL,
     settings: dict | None = None,
     revision: str | None = None,
-) -> None:
-    """Compresses the weights of a model into a folder and adds the `quantization_config` entry to its config.json.
+) -> BaseInfo | None:
+    """Compresses the weights of a model into a folder, where its config.json is already, and adds the `quantization_config`
+    entry to that. Returns what is recorded of the base. Raises CheckpointError if the base lies in these files.
 
     Args:
-        sets: files that are read together, such as the shards of one checkpoint. The set that `from_pretrained` reads comes
-            first.
-        base: the model that was fine-tuned, or `NoBase`.
-        out: folder to write into; its config.json is in place already.
-        name: the base's name to record, instead of its own.
-        level: see `write_delta`.
+        sets, base, out, name, level, revision: see `write_delta`. The set that `from_pretrained` reads comes first.
         settings: more values for the entry.
-        revision: the commit to record with `name`.
-
-    Raises:
-        CheckpointError: the base lies in these files.
     """
     src = sets[0][0].path.parent
     if any(path.parent.samefile(src) for path in base.paths):
@@ -121,6 +113,7 @@ def write_model(
     name, revision = (None, None) if info is None else (info.name, info.revision)
     entry = {"quant_method": FM_DELTA, "hint": HINT, "base": name, "revision": revision, "dtype": dtype}
     rewrite(out / CONFIG, lambda text: add_settings(text, entry | (settings or {})))
+    return info
 
 
 def _base_names(shards: Sequence[TensorFile], base: TensorSource) -> list[dict[str, str | None]]:
