@@ -16,7 +16,7 @@ from diffusers.quantizers.base import DiffusersQuantizer
 
 from hf_ext.errors import CheckpointError, CorruptFileError
 from hf_ext.integration import compat, versions
-from hf_ext.integration.loading.quantizer import DecodingConfig, ForTheirQuantizer, are_plain
+from hf_ext.integration.loading.quantizer import DecodingConfig, DecodingForAnother, are_plain
 from hf_ext.storage.config_file import FM_DELTA
 from hf_ext.storage.delta.source import payload_name
 from hf_ext.storage.open import open_delta
@@ -53,7 +53,7 @@ class CompressedConfig(DecodingConfig):
         return super().from_dict(config_dict, return_unused_kwargs, **kwargs)
 
 
-class CompressedQuantizer(ForTheirQuantizer, DiffusersQuantizer):
+class CompressedQuantizer(DecodingForAnother, DiffusersQuantizer):
     """Decodes a compressed checkpoint while `from_pretrained` of a diffusers model loads it.
 
     Raises:

@@ -85,8 +85,8 @@ class DecodingConfig(QuantizationConfigMixin):
         return super(DecodingConfig, kind).from_dict(config_dict, return_unused_kwargs, **kwargs)
 
 
-class ForTheirQuantizer:
-    """Decodes quantized weights for their own quantizer, which takes the place of the object that a host asks for."""
+class DecodingForAnother:
+    """A quantizer that decodes quantized weights for their own quantizer. The host that asks for the one gets the other."""
 
     auto: Any  # the host's class that makes a quantizer from its config
 
@@ -103,7 +103,7 @@ class ForTheirQuantizer:
         raise NotImplementedError
 
 
-class DecodingQuantizer(ForTheirQuantizer, HfQuantizer):
+class DecodingQuantizer(DecodingForAnother, HfQuantizer):
     """Decodes a checkpoint while `from_pretrained` loads it.
 
     Attributes:

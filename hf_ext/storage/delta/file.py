@@ -72,7 +72,9 @@ class CompressedFile:
             raise CorruptFileError(f"The header of {self.path} is damaged: {type(error).__name__} {error}.") from error
         if not isinstance(self.original_metadata, dict) or _others(self.original_metadata) != _others(self.file.metadata):
             raise CorruptFileError(f"The header of {self.path} is damaged: its metadata differ from the original file's.")
-        if self.original.keys() != self.file.entries.keys() or not _is_contiguous(self.original.values()):
+        entries = self.original.values()
+        is_contiguous = all(end == entry.begin <= entry.end for end, entry in zip([0, *(e.end for e in entries)], entries))
+        if self.original.keys() != self.file.entries.keys() or not is_contiguous:
             raise CorruptFileError(f"The header of {self.path} is damaged: its tensors differ from the original file's.")
 
         self._intact: set[str] = set()
@@ -222,12 +224,3 @@ def _unpack_header(packed: str, size: int) -> bytes:
 def _others(metadata: Mapping[str, str]) -> dict[str, str]:
     """Returns the metadata that do not belong to this format."""
     return {key: text for key, text in metadata.items() if key not in SEAL.keys}
-
-
-def _is_contiguous(entries: Iterable[Entry]) -> bool:
-    end = 0
-    for entry in entries:
-        if not entry.begin == end <= entry.end:
-            return False
-        end = entry.end
-    return True
