@@ -8,14 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hf_ext.emr.checks import (
-    GIVE_BASE,
-    TaskModel,
-    require_known_names,
-    require_one_class,
-    require_same_layers,
-    vocabulary,
-)
+from hf_ext.emr.checks import GIVE_BASE, TaskModel, require_known_names, require_one_class, require_same_layers, vocabulary
 from hf_ext.emr.modulators import TaskFile
 from hf_ext.errors import BaseModelError, CheckpointError
 from hf_ext.storage.names import is_statistic, layer_of

@@ -73,10 +73,7 @@ def enable(model: Model, base: str | os.PathLike, revision: str | None = None) -
 
 
 def attach(
-    model: Any,
-    base: str | os.PathLike,
-    revision: str | None,
-    saving_for: Callable[[TensorSource], CompressedSaving],
+    model: Any, base: str | os.PathLike, revision: str | None, saving_for: Callable[[TensorSource], CompressedSaving]
 ) -> None:
     """Replaces `save_pretrained` of a model by the saving that `saving_for` makes for the opened base, and lets
     `load_state_dict` read what it saves. See `enable`."""

@@ -65,12 +65,7 @@ class Saving(ABC):
         type(self.model).save_pretrained(self.model, folder, **kwargs)
 
     def push(
-        self,
-        folder: Path,
-        names: list[str],
-        repo_id: str | None = None,
-        tags: Iterable[str] = (),
-        **options: Any,
+        self, folder: Path, names: list[str], repo_id: str | None = None, tags: Iterable[str] = (), **options: Any
     ) -> CommitInfo:
         """Uploads the files of this save, as `save_pretrained(push_to_hub=True)` does, once all exist. The options are those of
         `upload`."""

@@ -14,11 +14,7 @@ SAME_WEIGHT = 0.5
 
 
 def principal_components(
-    weight: torch.Tensor,
-    rank: int,
-    niter: int | None = 3,
-    seed: int = 0,
-    similar: Components | None = None,
+    weight: torch.Tensor, rank: int, niter: int | None = 3, seed: int = 0, similar: Components | None = None
 ) -> Components:
     """Computes the largest singular components of a matrix on its device: `rank` or somewhat more, or all that are not zero.
 

@@ -38,13 +38,7 @@ class Checkpoint(TensorSource):
         BaseModelError: there are no safetensors weights of that name, or they are damaged or incomplete.
     """
 
-    def __init__(
-        self,
-        name: str | os.PathLike,
-        revision: str | None = None,
-        hub: Hub = HUB,
-        check: Check | None = None,
-    ):
+    def __init__(self, name: str | os.PathLike, revision: str | None = None, hub: Hub = HUB, check: Check | None = None):
         self.name = os.fspath(name)
         self.revision = revision
         self._hub = hub

@@ -116,10 +116,7 @@ def split_task(name: str) -> tuple[str, str | None]:
 
 
 def open_checkpoint(
-    name: str | os.PathLike,
-    revision: str | None = None,
-    hub: Hub = HUB,
-    base: str | os.PathLike | None = None,
+    name: str | os.PathLike, revision: str | None = None, hub: Hub = HUB, base: str | os.PathLike | None = None
 ) -> Checkpoint | DeltaCheckpoint:
     """Opens the weights of a model, plain or compressed. A repository on the Hub is downloaded, and so is the base of
     compressed weights. See `Stored` and `Stored.tensors`."""

@@ -12,13 +12,7 @@ from typing import NamedTuple
 import torch
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
-    WeightTransform,
-    dot_natural_key,
-    rename_source_key,
-)
+from transformers.core_model_loading import WeightConverter, WeightRenaming, WeightTransform, dot_natural_key, rename_source_key
 
 
 class Destination(NamedTuple):

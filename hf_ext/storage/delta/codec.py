@@ -261,12 +261,7 @@ def predicted_values(tensor: RawTensor, base: RawTensor | None) -> int:
 
 
 def _encode_floats(
-    tensor: RawTensor,
-    coded: RawTensor,
-    base: RawTensor | None,
-    predicted: int,
-    threads: int,
-    level: int,
+    tensor: RawTensor, coded: RawTensor, base: RawTensor | None, predicted: int, threads: int, level: int
 ) -> tuple[int, bytes]:
     """Returns the mode byte and the body of a tensor whose first `predicted` values the base predicts. `coded` is the same
     tensor in the type of its coded values."""

@@ -95,11 +95,7 @@ def original_size(file: CompressedFile) -> int:
 
 
 def decode_tensor(
-    file: CompressedFile,
-    base: TensorSource,
-    name: str,
-    out: np.ndarray | None = None,
-    rows: tuple[int, int] | None = None,
+    file: CompressedFile, base: TensorSource, name: str, out: np.ndarray | None = None, rows: tuple[int, int] | None = None
 ) -> RawTensor:
     """Returns one tensor of a file, or, of a STACKED one, the rows from the first to the second of `rows`. If the base is not
     the recorded one, the error names both."""
