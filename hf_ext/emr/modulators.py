@@ -141,13 +141,9 @@ class TaskWriter:
 
 
 class TaskFile:
-    """A task's file. Checks the header when it is opened, and each entry when it is read.
-
-    Attributes:
-        entries: by their full name, such as "mask/lm_head.weight".
-        record: the contents of the header; `digest` is its checksum, which covers those of all entries.
-        own, coded: the names of the task's own tensors, and of the coded ones, which are made from the base's.
-    """
+    """A task's file, whose entries have full names such as "mask/lm_head.weight". Checks the header, with the `record` and its
+    checksum `digest`, which covers those of all entries, when it is opened, and each entry when it is read. `own` and `coded`
+    are the names of the task's own tensors, and of the coded ones, which are made from the base's."""
 
     def __init__(self, path: Path):
         self.path = path

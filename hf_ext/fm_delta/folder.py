@@ -24,17 +24,11 @@ ADDED_CARD = {"card": "added"}  # in the `quantization_config` of a folder whose
 
 @dataclass(frozen=True)
 class Model:
-    """The weights of one model in a folder.
+    """The weights of one model in a folder."""
 
-    Attributes:
-        place: where the model lies in the folder: '', or the name of a component of a diffusers pipeline.
-        files: as they were before compression. Those of compressed weights decode tensors when they are read.
-        base: the base of compressed weights; `NoBase` if they have none or are plain.
-    """
-
-    place: str
-    files: Sequence[TensorFile]
-    base: TensorSource
+    place: str  # in the folder: '', or the name of a component of a diffusers pipeline
+    files: Sequence[TensorFile]  # as they were before compression; those of compressed weights decode tensors when read
+    base: TensorSource  # of compressed weights; `NoBase` if they have none or are plain
 
     @property
     def sets(self) -> list[list[TensorFile]]:

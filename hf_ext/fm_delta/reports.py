@@ -48,12 +48,7 @@ class TensorReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Sizes of weights in bytes.
-
-    Attributes:
-        original_bytes: before compression.
-        compressed_bytes: after it.
-    """
+    """Sizes of weights in bytes, before and after compression."""
 
     original_bytes: int = 0
     compressed_bytes: int = 0

@@ -60,18 +60,12 @@ class OriginalModel:
 
 @dataclass(frozen=True)
 class OriginalWeight:
-    """One weight of an original model.
-
-    Attributes:
-        layer: the module's name in the model.
-        shape: (out_features, in_features).
-        transposed: the checkpoint has it as (in_features, out_features), as Conv1D does.
-    """
+    """One weight of an original model."""
 
     model: OriginalModel
-    layer: str
-    shape: tuple[int, int]
-    transposed: bool
+    layer: str  # the module's name in the model
+    shape: tuple[int, int]  # (out_features, in_features)
+    transposed: bool  # the checkpoint has it as (in_features, out_features), as Conv1D does
 
     def read(self, device: torch.device) -> torch.Tensor:
         """Reads the weight, (out_features, in_features), float32, and nothing else of the checkpoint. Raises BaseModelError if

@@ -19,21 +19,13 @@ WARM_ITERATIONS = 1  # rounds of subspace iteration that start from the componen
 
 @dataclass(frozen=True)
 class Quantization:
-    """The format in which bitsandbytes stores a 4-bit weight.
+    """The format in which bitsandbytes stores a 4-bit weight."""
 
-    Attributes:
-        quant_type: "nf4" or "fp4", blockwise.
-        double: whether the blocks' scales are quantized too.
-        storage: dtype in which the 4-bit codes are packed.
-        blocksize: number of weights that share a scale.
-        dtype: dtype of the dequantized weight.
-    """
-
-    quant_type: str = "nf4"
-    double: bool = True
-    storage: torch.dtype = torch.uint8
-    blocksize: int = 64
-    dtype: torch.dtype = torch.float32
+    quant_type: str = "nf4"  # "nf4" or "fp4", blockwise
+    double: bool = True  # the blocks' scales are quantized too
+    storage: torch.dtype = torch.uint8  # in which the 4-bit codes are packed
+    blocksize: int = 64  # number of weights that share a scale
+    dtype: torch.dtype = torch.float32  # of the dequantized weight
 
     @classmethod
     def of(cls, layer: Any) -> Quantization:
@@ -79,16 +71,11 @@ def residual(weight: torch.Tensor, B: torch.Tensor, A: torch.Tensor, scaling: fl
 
 
 class QuantizedResidual(NamedTuple):
-    """A weight as W ≈ dequantized(quantized) + scaling · B A.
+    """A weight as W ≈ dequantized(quantized) + scaling · B A."""
 
-    Attributes:
-        B, A: the adapter at the start of training, (m, r) and (r, n).
-        quantized: W − scaling · B A as bitsandbytes' parameter.
-    """
-
-    B: torch.Tensor
-    A: torch.Tensor
-    quantized: QuantizedWeight
+    B: torch.Tensor  # the adapter at the start of training, (m, r)
+    A: torch.Tensor  # (r, n)
+    quantized: QuantizedWeight  # W − scaling · B A as bitsandbytes' parameter
 
 
 def quantized_residual(

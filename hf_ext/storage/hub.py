@@ -177,15 +177,9 @@ def is_local(name: str | os.PathLike) -> bool:
 
 
 def downloaded(name: str | os.PathLike, what: str = "", whole: bool = False) -> Path:
-    """Returns a local folder as it is, or the folder in the cache that a Hub repository is downloaded into.
-
-    Args:
-        what: begins the error message.
-        whole: download all files, also weights that are not safetensors.
-
-    Raises:
-        CheckpointError: there is no such folder or repository, or its copy in the cache lacks files and cannot be completed.
-    """
+    """Returns a local folder as it is, or the folder in the cache that a Hub repository is downloaded into, with weights that
+    are not safetensors too if `whole`. Raises CheckpointError, whose message `what` begins, if there is no such folder or
+    repository, or its copy in the cache lacks files and cannot be completed."""
     name = os.fspath(name)
     if os.path.isdir(name):
         return Path(name)

@@ -23,17 +23,11 @@ OF_TASK = "#"  # in a name: between a merge and one of its tasks
 
 @dataclass(frozen=True)
 class Stored:
-    """A model in a folder or in a repository on the Hub. Reads, or downloads, each of its parts once, when it is needed.
+    """A model in a folder or in a repository on the Hub. Reads, or downloads, each of its parts once, when it is needed."""
 
-    Attributes:
-        name: the folder, or the id of the repository.
-        revision: branch, tag or commit on the Hub.
-        hub: access settings, for the base of a compressed model too.
-    """
-
-    name: str
-    revision: str | None = None
-    hub: Hub = HUB
+    name: str  # the folder, or the id of the repository
+    revision: str | None = None  # branch, tag or commit on the Hub
+    hub: Hub = HUB  # access settings, for the base of a compressed model too
 
     @cached_property
     def folder(self) -> Path:

@@ -16,18 +16,11 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, Wei
 
 
 class Destination(NamedTuple):
-    """The destination of a tensor.
+    """The destination of a tensor."""
 
-    Attributes:
-        target: a parameter of the model. A converter may make several of it; this is the first.
-        pattern: the source pattern of the model's converter for it; None without one.
-        kept: where the tensor keeps its own name because its new name is not in the model, the new name before converters;
-            else None.
-    """
-
-    target: str
-    pattern: str | None
-    kept: str | None
+    target: str  # a parameter of the model, the first if a converter makes several of the tensor
+    pattern: str | None  # the source pattern of the model's converter for it; None without one
+    kept: str | None  # where the tensor keeps its name, as the new one is not in the model: the new one before converters
 
 
 def destinations(

@@ -18,12 +18,8 @@ GROUPS = 16  # of bands of rows, each with a sum of its own
 
 
 class Change:
-    """The difference between a matrix and that of a base. Rows are computed each time they are needed.
-
-    Args:
-        data: bytes of the matrix, with rows of `length` values.
-        base_data: bytes of that of the base, of the same type and size.
-    """
+    """The difference between a matrix and that of a base, both given as bytes of one type and size, with rows of `length`
+    values. Rows are computed each time they are needed."""
 
     scale = 1.0  # factor of the change that `rows` returns, to that of the tensor
 

@@ -42,17 +42,11 @@ WORTH = math.log(2) / 6  # squared steps of error that one bit must save: what i
 
 
 class Coarse(NamedTuple):
-    """A tensor that was encoded approximately.
+    """A tensor that was encoded approximately."""
 
-    Attributes:
-        payload: for `decode_raw`.
-        tensor: what it decodes to.
-        numbers: the number of values that have a change of their own beside the low-rank part.
-    """
-
-    payload: bytes
-    tensor: RawTensor
-    numbers: int
+    payload: bytes  # for `decode_raw`
+    tensor: RawTensor  # that it decodes to
+    numbers: int  # of values that have a change of their own beside the low-rank part
 
 
 class _Body(NamedTuple):

@@ -49,14 +49,8 @@ class BaseInfo:
 
 
 class CompressedFile:
-    """A compressed file. Opening it checks everything but the payloads.
-
-    Args:
-        file: path of the file, or the opened file.
-
-    Raises:
-        CorruptFileError: the file is damaged, is not compressed, or has another format version.
-    """
+    """A compressed file, given by its path or opened. Opening it checks everything but the payloads. Raises CorruptFileError if
+    the file is damaged, is not compressed, or has another format version."""
 
     def __init__(self, file: str | os.PathLike | SafetensorsFile):
         self.file = SafetensorsFile(file) if isinstance(file, str | os.PathLike) else file

@@ -14,15 +14,9 @@ SAMPLED_ROWS, SAMPLED_VALUES = 1024, 16  # rows, and values of a row, that show 
 
 
 def narrow_rows(tensor: RawTensor, length: int) -> tuple[str, np.ndarray]:
-    """Finds the narrower type that fits most rows of a float tensor. A type fits a row if it holds all values exactly.
-
-    Args:
-        length: number of values in a row; divides that of the tensor.
-
-    Returns:
-        The type, and a flag for each row that is true if the type fits. A NaN fits only if it is quiet and has no payload, as a
-        cast makes it.
-    """
+    """Finds the narrower type that fits most rows of a float tensor, of `length` values each. A type fits a row if it holds all
+    values exactly; a NaN only if it is quiet and has no payload, as a cast makes it. Returns the type, and a flag for each row
+    that is true if the type fits."""
     bits = aligned(tensor.data, tensor.dtype).view(f"<u{WIDTHS[tensor.dtype]}").reshape(-1, length)
     narrow, fits = tensor.dtype, np.zeros(len(bits), bool)
     types = NARROWER.get(tensor.dtype, {})
