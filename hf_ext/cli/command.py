@@ -105,15 +105,9 @@ class Section:
     def command(
         self, does: str, examples: str, more: str = "", left: str = UNCHANGED, **settings: Any
     ) -> Callable[[Callable], Callable]:
-        """Declares the decorated function as a command of the same name.
-
-        Args:
-            does: a line for the tutorial.
-            examples: command lines, with comments after "#".
-            more: what else to know before using it.
-            left: what an interrupted run leaves, formatted with the command's arguments.
-            settings: of the command's context.
-        """
+        """Declares the decorated function as a command of the same name. `does` is a line for the tutorial, `examples` are
+        command lines with comments after "#", and `more` is what else to know before using it. `left` is what an interrupted
+        run leaves, formatted with the command's arguments. The settings are those of the command's context."""
 
         def declare(function: Callable) -> Callable:
             name = function.__name__.replace("_", "-")

@@ -18,23 +18,15 @@ from hf_ext.storage.source import TensorSource
 
 @dataclass(frozen=True, eq=False)
 class StoredTensor:
-    """A tensor that a merge stores.
-
-    Attributes:
-        dtype, shape: of the stored tensor. If it has voters, the shape is the base's.
-        twin: the base's name; empty without voters.
-        voters: the tasks whose tensor is made from the base's: it takes part in the election, or is coded.
-        holder: the task whose tensor is stored if there are no voters.
-        sharers: in that case, the tasks that have the same tensor.
-    """
+    """A tensor that a merge stores."""
 
     name: str
-    dtype: str
-    shape: tuple[int, ...]
-    twin: str
-    voters: Sequence[TaskModel]
-    holder: TaskModel
-    sharers: Sequence[TaskModel]
+    dtype: str  # of the stored tensor
+    shape: tuple[int, ...]  # the base's if the tensor has voters
+    twin: str  # the base's name; empty without voters
+    voters: Sequence[TaskModel]  # the tasks whose tensor is made from the base's: it takes part in the election, or is coded
+    holder: TaskModel  # the task whose tensor is stored if there are no voters
+    sharers: Sequence[TaskModel]  # in that case, the tasks that have the same tensor
 
 
 def stored_tensors(

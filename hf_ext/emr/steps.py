@@ -59,14 +59,8 @@ def search(
     close: float = 1.02,
 ) -> float:
     """Returns the step at which `measure`, which falls as the step grows, gives nearly `wanted` and at most `most`: the
-    smallest that was tried, or the largest if all give too much.
-
-    Args:
-        step: the first to try.
-        rounds: steps to try at most.
-        tried: amounts that are known, by step; receives those that are measured.
-        close: quotient of two steps between which no other is tried.
-    """
+    smallest that was tried, or the largest if all give too much. Tries `step` first, and `rounds` steps at most, none between
+    two whose quotient is `close`. `tried` are the amounts that are known, by step; it receives those that are measured."""
     limits = max(step / FARTHEST, LEAST_STEP), min(step * FARTHEST, MOST_STEP)
     for jump in range(1, rounds + 1):
         above = max((size for size, amount in tried.items() if amount > most), default=0.0)

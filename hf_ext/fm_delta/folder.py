@@ -37,16 +37,12 @@ class Model:
         return [[file for file in self.files if file.path in paths] for paths in sets]
 
 
+@dataclass(frozen=True)
 class ModelFolder:
-    """The folder of a model or a diffusers pipeline.
+    """The folder of a model or a diffusers pipeline."""
 
-    Attributes:
-        path: the folder.
-        models: one model, or the components of the pipeline that have weights.
-    """
-
-    def __init__(self, path: Path, models: Sequence[Model]):
-        self.path, self.models = path, models
+    path: Path
+    models: Sequence[Model]  # one, or the components of the pipeline that have weights
 
     @classmethod
     def open_plain(cls, path: Path) -> ModelFolder:

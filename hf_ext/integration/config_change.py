@@ -32,20 +32,13 @@ def plain(path: str) -> str:
 
 
 class ConfigChange(NamedTuple):
-    """The differences between two models, apart from their weights.
+    """The differences between two models, apart from their weights."""
 
-    Attributes:
-        before, after: the configurations, one object if they are equal.
-        shapes: the shapes of the second model's tensors, if its modules have other sizes.
-        sizes: attributes of modules that hold sizes (out_features, num_labels), as path, attribute and new value.
-        generation: the second model's generation settings, if they differ.
-    """
-
-    before: PretrainedConfig
-    after: PretrainedConfig
-    shapes: dict[str, torch.Size] | None
-    sizes: list[tuple[str, str, Any]]
-    generation: GenerationConfig | None
+    before: PretrainedConfig  # the configuration
+    after: PretrainedConfig  # the other one, the same object if they are equal
+    shapes: dict[str, torch.Size] | None  # of the second model's tensors, if its modules have other sizes
+    sizes: list[tuple[str, str, Any]]  # attributes of modules (out_features, num_labels), as path, attribute and new value
+    generation: GenerationConfig | None  # the second model's generation settings, if they differ
 
     def apply(self, model: PreTrainedModel) -> None:
         """Updates a model's configuration, and the attributes that its modules took from it."""

@@ -81,13 +81,9 @@ def likeness(src: TensorSource, other: TensorSource, least: float = 0.0, is_quan
 
 def compare(tensor: RawTensor, other: RawTensor, count: int) -> tuple[float, float]:
     """Compares two tensors by samples of their first `count` values, or bytes of codes, with floats of `other` cast to the type
-    of `tensor`.
-
-    Returns:
-        The share of values with the same sign and exponent, and the estimated bits per value of the signed distances between
-        them, as integers in the order of floats: the entropy of sign and length of the distances, and their bits below the
-        highest one.
-    """
+    of `tensor`. Returns the share of values with the same sign and exponent, and the estimated bits per value of the signed
+    distances between them, as integers in the order of floats: the entropy of sign and length of the distances, and their bits
+    below the highest one."""
     if not count:
         return 0.0, 0.0
     if tensor.dtype in CODES:

@@ -44,12 +44,9 @@ class Names:
 
 
 class Ties:
-    """The weights that a model ties: one tensor under several names, unless a file holds a tensor for each name.
-
-    Args:
-        ties: by weight, the weight that it is tied to, as in `all_tied_weights_keys` of a Transformers model.
-        aliases: by name in a file, the model's name of that weight, where the two differ.
-    """
+    """The weights that a model ties: one tensor under several names, unless a file holds a tensor for each name. `ties` are by
+    weight the weight that it is tied to, as in `all_tied_weights_keys` of a Transformers model; `aliases` by name in a file the
+    model's name of that weight, where the two differ."""
 
     def __init__(self, ties: Mapping[str, str], aliases: Mapping[str, str] | None = None):
         self._aliases = aliases or {}

@@ -43,14 +43,10 @@ ONE_EACH: dict[str, Any] = {"num_beams": 1, "num_return_sequences": 1, "return_d
 
 @dataclass(frozen=True)
 class Completion:
-    """A text that a model wrote after a prompt.
-
-    Attributes:
-        ended: whether it ended by itself, not by the limit of tokens.
-    """
+    """A text that a model wrote after a prompt."""
 
     text: str
-    ended: bool
+    ended: bool  # by itself, not by the limit of tokens
 
 
 class Generator(Protocol):

@@ -36,22 +36,14 @@ MALFORMED, SEED, DUPLICATE, FILTER = "malformed", "repeats a seed", "duplicate",
 
 @dataclass(frozen=True)
 class Candidate:
-    """One input that the target model wrote.
-
-    Attributes:
-        kept: whether it will be labeled and trained on.
-        score: the filter's score; None if an earlier check dropped it, or without a filter.
-        reason: why it was dropped; None if it was kept.
-        round: number of its round.
-        round_size: number of inputs of this round in the file.
-    """
+    """One input that the target model wrote."""
 
     input: str
-    kept: bool
-    score: float | None = None
-    reason: str | None = None
-    round: int = 0
-    round_size: int = 0
+    kept: bool  # it will be labeled and trained on
+    score: float | None = None  # the filter's; None if an earlier check dropped it, or without a filter
+    reason: str | None = None  # it was dropped; None if it was kept
+    round: int = 0  # number of its round
+    round_size: int = 0  # number of inputs of this round in the file
 
 
 #: The filter: returns a score for each input. It keeps those with more than 0.5.

@@ -11,18 +11,11 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Layers:
-    """Names of a projector's layers, within the projector.
+    """Names of a projector's layers, within the projector."""
 
-    Attributes:
-        hidden: linear layers from a visual token to hidden units, which only elementwise functions follow. A gated projector
-            has two; a linear one has none.
-        output: linear layer to the embedding. If the projector multiplies by a parameter of its own instead: that parameter.
-        token: module whose output the parameter multiplies; None for a linear layer.
-    """
-
-    hidden: tuple[str, ...]
-    output: str
-    token: str | None = None
+    hidden: tuple[str, ...]  # linear, from a visual token to hidden units, which only elementwise functions follow; gated: two
+    output: str  # linear, to the embedding; or the parameter that the projector multiplies by instead
+    token: str | None = None  # module whose output that parameter multiplies; None for a linear layer
 
 
 #: The layers of the projectors of Transformers, each with the classes that have them.
