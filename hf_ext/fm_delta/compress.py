@@ -72,7 +72,7 @@ def compress_checkpoint(
         folder = ModelFolder.open_plain(downloaded(src))
         sources = []
         for model in folder.models:
-            quantization = Stored(within(folder.path, model.place)).quantization
+            quantization = Stored(str(folder.path / model.place)).quantization
             sources.append(NoBase() if base is None else open_counterpart(base, model.place, revision, quantization))
             require_depth(sources[-1])
             require_another_folder(out, sources[-1].paths)

@@ -58,7 +58,7 @@ def write_delta(
     with progress("Compressing", sum(len(file.entries) for file in files)) as bar:
         for file in files:
             writer = writers[file.path.name] = CompressedWriter(Path(out, file.path.name), file, info)
-            # A payload with a base is rarely larger than a quarter of its tensor. A tensor that is not mapped takes memory too.
+            # Memory, roughly: a payload with a base is rarely larger than a quarter of its tensor, which counts if not mapped.
             mapped, names = isinstance(file, SafetensorsFile), base_names[file.path]
             sizes = {name: entry.nbytes // (4 if mapped and names[name] else 1) for name, entry in file.entries.items()}
 
