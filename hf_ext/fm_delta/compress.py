@@ -9,12 +9,11 @@ from typing import Any
 
 from hf_ext.fm_delta.folder import ADDED_CARD, ModelFolder, card_record, is_compressed
 from hf_ext.fm_delta.reports import CheckpointReport, report_of
-from hf_ext.fm_delta.restore import decode_all
 from hf_ext.integration.cards import CARD, class_of, has_card, write_card
 from hf_ext.storage.config_file import CONFIG, read_config
 from hf_ext.storage.delta import DEFAULT_LEVEL
 from hf_ext.storage.delta.file import CompressedFile
-from hf_ext.storage.delta.source import RestoredFile
+from hf_ext.storage.delta.source import RestoredFile, decode_all
 from hf_ext.storage.delta.writer import Sets, write_model
 from hf_ext.storage.files import copy_entries, require_another_folder, staged_folder
 from hf_ext.storage.guards import require_new
@@ -82,21 +81,22 @@ def compress_checkpoint(
         written: list[tuple[str, CompressedFile]] = []
         for model, source in zip(folder.models, sources):
             name, place = base_id and within(base_id, model.place), stage / model.place
-            write = write_model if model.place else partial(write_with_card, target=out)
-            write(model.sets, source, place, name=name, level=level, revision=revision)
+            target = None if model.place else out  # the card is that of the whole pipeline
+            write_with_card(model.sets, source, place, target, name=name, level=level, revision=revision)
             files = open_files(place)
             if verify:
-                decode_all([RestoredFile(file, source) for file in files])
+                restored = [RestoredFile(file, source) for file in files]
+                decode_all(restored)
             written += [(model.place, file) for file in files]
         folder.copy_modes(stage)
         return report_of(written)
 
 
-def write_with_card(sets: Sets, base: TensorSource, out: Path, target: Path, **options: Any) -> None:
+def write_with_card(sets: Sets, base: TensorSource, out: Path, target: Path | None, **options: Any) -> None:
     """Compresses the weights of a model as `write_model` does, and adds a model card if there is none, in `out` or in `target`,
-    where the files of `out` will go."""
+    where the files of `out` will go; without a target, adds none."""
     record = {}
-    if (out / CONFIG).exists() and not has_card(out):
+    if target and (out / CONFIG).exists() and not has_card(out):
         record = card_record(target) if has_card(target) else ADDED_CARD
     info = write_model(sets, base, out, settings=record, **options)
     if record:

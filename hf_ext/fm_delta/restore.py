@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 from hf_ext.fm_delta.folder import ModelFolder, card_record
 from hf_ext.integration.cards import CARD
 from hf_ext.storage.checkpoint import holds_weights
 from hf_ext.storage.config_file import CONFIG, read_config, remove_settings
+from hf_ext.storage.delta.source import decode_all
 from hf_ext.storage.files import copy_entries, require_another_folder, rewrite, scan, staged_folder
 from hf_ext.storage.guards import require_new
 from hf_ext.storage.hub import local_copy
 from hf_ext.storage.open import open_files
 from hf_ext.storage.plain_writer import write_files
-from hf_ext.storage.prefetch import Prefetcher, progress
-from hf_ext.storage.safetensors_file import TensorFile
 
 
 def decompress_checkpoint(
@@ -73,14 +71,3 @@ def verify(src: str | os.PathLike, base: str | os.PathLike | None = None) -> int
         CorruptFileError, BaseModelError: names the first tensor that differs from the saved one.
     """
     return decode_all(ModelFolder.open_compressed(local_copy(src), base).files)
-
-
-def decode_all(files: Sequence[TensorFile]) -> int:
-    """Decodes every tensor of compressed files, some ahead on all cores. Returns their number. Raises CorruptFileError or
-    BaseModelError, which names the first tensor that differs from the saved one."""
-    count = sum(len(file.entries) for file in files)
-    with progress("Verifying", count) as bar:
-        for file in files:
-            for _ in Prefetcher(file.__getitem__, {name: entry.nbytes for name, entry in file.entries.items()}):
-                bar.update()
-    return count

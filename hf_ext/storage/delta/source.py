@@ -12,8 +12,8 @@ from hf_ext.storage.checkpoint import Checkpoint
 from hf_ext.storage.delta.codec import decode_raw, decode_rows
 from hf_ext.storage.delta.file import CompressedFile
 from hf_ext.storage.delta.payload import STACKED, peek_header
-from hf_ext.storage.prefetch import threads_for
-from hf_ext.storage.safetensors_file import Entry, RawTensor
+from hf_ext.storage.prefetch import Prefetcher, progress, threads_for
+from hf_ext.storage.safetensors_file import Entry, RawTensor, TensorFile
 from hf_ext.storage.source import TensorSource, rows_of
 
 if TYPE_CHECKING:
@@ -127,3 +127,14 @@ def payload_name(payload: torch.Tensor) -> str:
 def read_base(base: TensorSource, name: str) -> RawTensor | None:
     """Returns the base tensor that predicts a tensor; None if no tensor does or the base has none of that name."""
     return base.read(name) if name in base else None
+
+
+def decode_all(files: Sequence[TensorFile]) -> int:
+    """Decodes every tensor of compressed files, some ahead on all cores. Returns their number. Raises CorruptFileError or
+    BaseModelError, which names the first tensor that differs from the saved one."""
+    count = sum(len(file.entries) for file in files)
+    with progress("Verifying", count) as bar:
+        for file in files:
+            for _ in Prefetcher(file.__getitem__, {name: entry.nbytes for name, entry in file.entries.items()}):
+                bar.update()
+    return count

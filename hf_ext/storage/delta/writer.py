@@ -50,11 +50,11 @@ def write_delta(
     if level != LEVELS[0] and not alone:
         importlib.import_module("hf_ext.storage.delta.low_rank")  # imports PyTorch before threads limit their number of threads
     files = [file for shards in sets for file in shards]
+    base_names = {file.path: names for shards in sets for file, names in zip(shards, _base_names(shards, base))}
     recorded = base.revision or (revision if name else None)
     info = None if alone else BaseInfo(name or absolute(base.name), recorded, base.fingerprint)
     writers: dict[str, CompressedWriter] = {}
     samples: dict[Path, dict[str, bytes]] = {file.path: {} for file in files}
-    base_names = {file.path: names for shards in sets for file, names in zip(shards, _base_names(shards, base))}
     with progress("Compressing", sum(len(file.entries) for file in files)) as bar:
         for file in files:
             writer = writers[file.path.name] = CompressedWriter(Path(out, file.path.name), file, info)
