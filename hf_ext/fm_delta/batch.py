@@ -187,8 +187,8 @@ def _folders(
     if not os.path.isdir(sources):
         raise CheckpointError(f"{sources} is not a folder; give a folder of saved models, or a list of their folders.")
     visible = [path for path in sorted(Path(absolute_path(sources)).glob("[!.]*")) if path.is_dir()]
-    others = [path for path in visible if not (base and os.path.isdir(base) and path.samefile(base))]
-    reasons = {path: _reason_to_skip(path) for path in others}
+    models = [path for path in visible if not (base and os.path.isdir(base) and path.samefile(base))]
+    reasons = {path: _reason_to_skip(path) for path in models}
     if all(reasons.values()):
         first = "".join(f" {path} {reason}" for path, reason in [*reasons.items()][:1])
         raise CheckpointError(f"There is nothing to compress: no folder of safetensors weights in {sources}.{first}")

@@ -189,10 +189,10 @@ def downloaded(name: str | os.PathLike, what: str = "", whole: bool = False) -> 
 
     try:
         repository, subfolder = split_id(name)
-        others = None if whole else OTHER_WEIGHTS
+        ignored = None if whole else OTHER_WEIGHTS
         patterns = [f"{subfolder}/*"] if subfolder else None
-        folder = Path(huggingface_hub.snapshot_download(repository, allow_patterns=patterns, ignore_patterns=others))
-        if others and not subfolder and (folder / PIPELINE).exists():  # some components have no other weights
+        folder = Path(huggingface_hub.snapshot_download(repository, allow_patterns=patterns, ignore_patterns=ignored))
+        if ignored and not subfolder and (folder / PIPELINE).exists():  # some components have no other weights
             lacking = [path.name for path in folder.iterdir() if path.is_dir() and not any(path.glob("*.safetensors"))]
             if lacking:
                 huggingface_hub.snapshot_download(repository, allow_patterns=[f"{name}/*" for name in lacking])

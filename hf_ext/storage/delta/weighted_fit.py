@@ -31,11 +31,11 @@ def fit(
     wanted = max(EQUATIONS * rank, LEAST_EQUATIONS) / min(change.shape)
     matrix = change.values, change.base, FLOATS[change.dtype], length, int(spacings.max()), finest(spacings, wanted)
     for turn, steps in enumerate(STEPS[level][-1 - rank :]):  # one component needs no more than one round
-        own, fixed = (columns, sampled(rows)) if turn % 2 else (rows, columns)
+        fitted, fixed = (columns, sampled(rows)) if turn % 2 else (rows, columns)
         gram = (fixed.T @ fixed).double()
         gram.diagonal().add_(TINY * gram.diagonal().max().clamp(min=LEAST))
-        sides = fixed.numpy(), torch.linalg.inv(gram).float().contiguous().numpy(), own.numpy()
-        _native.fit_rows(*matrix, own is columns, *sides, min(steps, rank), threads)
+        sides = fixed.numpy(), torch.linalg.inv(gram).float().contiguous().numpy(), fitted.numpy()
+        _native.fit_rows(*matrix, fitted is columns, *sides, min(steps, rank), threads)
     return rows, columns.T
 
 
