@@ -39,10 +39,8 @@ def register() -> None:
 
 
 class _ImportWatcher(MetaPathFinder):
-    """Calls functions once the modules they need have been imported. It finds no modules itself.
-
-    A function waits until no import of the watched packages is under way, so that it never meets a half-imported module.
-    """
+    """Calls functions once the modules they need have been imported. It finds no modules itself. A function waits until no
+    import of the watched packages is under way, so that it never meets a half-imported module."""
 
     PACKAGES = ("diffusers", "hf_ext", "peft", "transformers")
 

@@ -5,10 +5,8 @@ import sys
 
 
 def main() -> int:
-    """Runs the command line of the process and returns the exit code.
-
-    SIGTERM and SIGHUP interrupt a command as Ctrl-C does, so that it removes its temporary files. Then they end the process.
-    """
+    """Runs the command line of the process and returns the exit code. SIGTERM and SIGHUP interrupt a command as Ctrl-C does, so
+    that it removes its temporary files. Then they end the process."""
     received: list[int] = []
 
     def interrupt(number: int, frame: object) -> None:

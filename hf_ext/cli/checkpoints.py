@@ -31,8 +31,7 @@ def inspect(
 ) -> Result:
     from hf_ext import emr
 
-    folder = local(src)
-    method = method_of(folder)
+    folder, method = opened(src)
     report = emr.report(folder) if method is emr else method.inspect(folder)
     missing = drawn(lambda: report.plot(plot)) if plot else ""
     text = str(report) if verbose or method is emr else report.summary()
@@ -45,28 +44,24 @@ def inspect(
     "For a merge, also checks every mask. If a file is damaged, the error names it and the exit code is 1.",
 )
 def verify(src: Stored, base: MovedBase = None, as_json: Json = False) -> Result:
-    folder = local(src)
-    count = method_of(folder).verify(folder, base=base)
+    folder, method = opened(src)
+    count = method.verify(folder, base=base)
     text = f"All {count} tensors of {src} match their checksums. Files without weights have none.{missing_config(folder)}"
     return Result(text, {"src": src, "tensors": count})
 
 
-def local(src: str) -> str:
-    """Returns a path as it is, and the folder that a repository on the Hub is downloaded into."""
-    from hf_ext.storage.hub import local_copy
-
-    return str(local_copy(src))
-
-
-def method_of(src: str) -> ModuleType:
-    """Returns the module of the method that wrote a folder: `emr` for a merge, else `fm_delta`."""
+def opened(src: str) -> tuple[Path, ModuleType]:
+    """Returns the local path of a checkpoint, and the module of the method that wrote it: `emr` or `fm_delta`."""
     from hf_ext import emr, fm_delta
     from hf_ext.errors import CheckpointError
     from hf_ext.storage.config_file import is_merge
+    from hf_ext.storage.hub import local_copy
     from hf_ext.storage.layout import all_weights
 
-    folder = Path(src)
+    folder = local_copy(src)
     checkpoints = sorted(folder.glob("checkpoint-*[0-9]"))
     if checkpoints and not all_weights(folder):
-        raise CheckpointError(f"{src} has no weights of its own, only checkpoints. Give one of them, such as {checkpoints[0]}.")
-    return emr if is_merge(src) else fm_delta
+        raise CheckpointError(
+            f"{folder} has no weights of its own, only checkpoints. Give one of them, such as {checkpoints[0]}."
+        )
+    return folder, emr if is_merge(folder) else fm_delta

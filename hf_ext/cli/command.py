@@ -24,10 +24,8 @@ RESUMABLE = "{out} has the finished part; run the command again to resume"
 
 
 class Command(typer.core.TyperCommand):
-    """A command whose function returns a `Result`, which is printed as JSON if its parameter `as_json: Json` is true.
-
-    Options with a metavar ending in "…" take several values, as in `--candidates a b c`.
-    """
+    """A command whose function returns a `Result`, which is printed as JSON if its parameter `as_json: Json` is true. Options
+    with a metavar ending in "…" take several values, as in `--candidates a b c`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         several = {name for option in self.params if str(option.metavar).endswith("…") for name in option.opts}
@@ -107,15 +105,9 @@ class Section:
     def command(
         self, does: str, examples: str, more: str = "", left: str = UNCHANGED, **settings: Any
     ) -> Callable[[Callable], Callable]:
-        """Declares the decorated function as a command of the same name.
-
-        Args:
-            does: a line for the tutorial.
-            examples: command lines, with comments after "#".
-            more: what else to know before using it.
-            left: what an interrupted run leaves, formatted with the command's arguments.
-            settings: of the command's context.
-        """
+        """Declares the decorated function as a command of the same name. `does` is a line for the tutorial, `examples` are
+        command lines with comments after "#", and `more` is what else to know before using it. `left` is what an interrupted
+        run leaves, formatted with the command's arguments. The settings are those of the command's context."""
 
         def declare(function: Callable) -> Callable:
             name = function.__name__.replace("_", "-")

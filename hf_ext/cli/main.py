@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from importlib import metadata
 from typing import Annotated, Any
 
 import typer
@@ -13,6 +12,7 @@ import typer
 import hf_ext
 from hf_ext.cli import checkpoints, emr, fm_delta, tools, trans_lora, weight_sync
 from hf_ext.cli.command import app, flag
+from hf_ext.integration import versions
 
 INTRODUCTION = """\
 Work on saved models: folders that save_pretrained has written, or ids of models
@@ -28,16 +28,9 @@ HOSTS = ("transformers", "peft", "torch", "huggingface_hub")
 def show_version(wanted: bool) -> None:
     """Prints the versions to include in a bug report: this package's and those of the libraries that it plugs into."""
     if wanted:
-        hosts = ", ".join(f"{host} {installed_version(host)}" for host in HOSTS)
+        hosts = ", ".join(f"{host} {versions.installed(host) or 'not installed'}" for host in HOSTS)
         print(f"hf_ext {hf_ext.__version__} ({hosts}, Python {sys.version.split()[0]})", flush=True)
         raise typer.Exit
-
-
-def installed_version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def tutorial() -> str:
@@ -75,10 +68,8 @@ def options(
 
 
 def main(arguments: Sequence[str] | None = None) -> Any:
-    """Runs a command line, by default that of the process, and returns the exit code.
-
-    Without arguments, prints the help as `--help` does; the exit code is then 2, as that of `hf`.
-    """
+    """Runs a command line, by default that of the process, and returns the exit code. Without arguments, prints the help as
+    `--help` does; the exit code is then 2, as that of `hf`."""
     arguments = sys.argv[1:] if arguments is None else arguments
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):

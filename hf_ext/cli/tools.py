@@ -11,8 +11,7 @@ import typer
 from hf_ext.cli.command import Section, argument, failure, say
 
 section = Section(
-    "Load compressed models and merges in tools that do not import hf_ext",
-    "$ hf-ext run transformers serve my-bert-small",
+    "Load compressed models and merges in tools that do not import hf_ext", "$ hf-ext run transformers serve my-bert-small"
 )
 
 

@@ -202,11 +202,7 @@ def transfer(context: typer.Context, out: Out, force: Force = False, as_json: Js
 
 
 def parsed(context: typer.Context, out: str, request: type, *files: str) -> tuple[Any, NewAdapter, TransLoraConfig]:
-    """Parses the options that a command does not declare itself.
-
-    Args:
-        files: names of options that are paths of files.
-    """
+    """Parses the options that a command does not declare itself; `files` names those that are paths of files."""
     for word in context.args:
         name = word.lstrip("-").partition("=")[0].replace("-", "_")
         if word.startswith("--") and name in INSTEAD:

@@ -9,8 +9,7 @@ import typer
 from hf_ext.cli.command import Json, Result, Section, argument, mistake, option, say
 
 section = Section(
-    "Bring the steps of a training to running servers",
-    "$ hf-ext follow /mnt/share/run --server http://localhost:8000",
+    "Bring the steps of a training to running servers", "$ hf-ext follow /mnt/share/run --server http://localhost:8000"
 )
 
 

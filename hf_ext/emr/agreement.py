@@ -21,18 +21,11 @@ Sums = dict[str, float]
 def require_agreement(
     tensors: Sequence[StoredTensor], tasks: Sequence[TaskModel], base: TensorSource, elected: TensorSource | None, rescale: str
 ) -> None:
-    """Raises CheckpointError if a sample shows that a task would end farther from its own model than the base is.
-
-    The sample consists of runs of values, spread evenly over all parameters. Only a clear result counts: the task moved many
-    runs, and the mean is three standard errors or more. A task that moved few of them, as an adapter does, takes a larger
-    sample. In the end, the figures of the whole model decide.
-
-    Args:
-        tensors: of the merge.
-        tasks: the new tasks.
-        elected: the weights of the merge that the task is added to, if there is one.
-        rescale: as in `merge`.
-    """
+    """Raises CheckpointError if a sample shows that one of the new `tasks` would end farther from its own model than the base
+    is. The sample consists of runs of values, spread evenly over all parameters of the merge's `tensors`. Only a clear result
+    counts: the task moved many runs, and the mean is three standard errors or more. A task that moved few of them, as an
+    adapter does, takes a larger sample. In the end, the figures of the whole model decide. `elected` are the weights of the
+    merge that the task is added to, if there is one; `rescale` is as in `merge`."""
     for runs in (RUNS, MORE_RUNS):
         is_clear: list[bool] = []
         figures: dict[str, tuple[float, float]] = {}
@@ -77,12 +70,13 @@ def _sums_of(
 ) -> Iterator[tuple[str, Sums]]:
     """Yields each task and the means of its sums over the runs of a tensor's values that start at `begins`."""
     dtype, width = tensor.dtype, WIDTHS[tensor.dtype]
-    prior, voters = base.read(tensor.twin), [model for model in tensor.voters if model in tasks]
+    base_tensor, voters = base.read(tensor.twin), [model for model in tensor.voters if model in tasks]
+    base_width = WIDTHS[base_tensor.dtype]
     weights = [model.tensors.read(tensor.name).data for model in voters]
     standing = None
     for begin in begins:
         end = min(begin + RUN, math.prod(tensor.shape))
-        values = cast(prior.data[begin * WIDTHS[prior.dtype] : end * WIDTHS[prior.dtype]], prior.dtype, dtype)
+        values = cast(base_tensor.data[begin * base_width : end * base_width], base_tensor.dtype, dtype)
         runs = [data[begin * width : end * width] for data in weights]
         if all(np.array_equal(run, values) for run in runs):
             sums = np.zeros(len(voters), election.SUMS)

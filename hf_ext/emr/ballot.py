@@ -8,14 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hf_ext.emr.checks import (
-    GIVE_BASE,
-    TaskModel,
-    require_known_names,
-    require_one_class,
-    require_same_layers,
-    vocabulary,
-)
+from hf_ext.emr.checks import GIVE_BASE, TaskModel, require_known_names, require_one_class, require_same_layers, vocabulary
 from hf_ext.emr.modulators import TaskFile
 from hf_ext.errors import BaseModelError, CheckpointError
 from hf_ext.storage.names import is_statistic, layer_of
@@ -25,37 +18,22 @@ from hf_ext.storage.source import TensorSource
 
 @dataclass(frozen=True, eq=False)
 class StoredTensor:
-    """A tensor that a merge stores.
-
-    Attributes:
-        dtype, shape: of the stored tensor. If it has voters, the shape is the base's.
-        twin: the base's name; empty without voters.
-        voters: the tasks whose tensor is made from the base's: it takes part in the election, or is coded.
-        holder: the task whose tensor is stored if there are no voters.
-        sharers: in that case, the tasks that have the same tensor.
-    """
+    """A tensor that a merge stores."""
 
     name: str
-    dtype: str
-    shape: tuple[int, ...]
-    twin: str
-    voters: Sequence[TaskModel]
-    holder: TaskModel
-    sharers: Sequence[TaskModel]
+    dtype: str  # of the stored tensor
+    shape: tuple[int, ...]  # the base's if the tensor has voters
+    twin: str  # the base's name; empty without voters
+    voters: Sequence[TaskModel]  # the tasks whose tensor is made from the base's: it takes part in the election, or is coded
+    holder: TaskModel  # the task whose tensor is stored if there are no voters
+    sharers: Sequence[TaskModel]  # in that case, the tasks that have the same tensor
 
 
 def stored_tensors(
     base: TensorSource, base_config: dict, models: Sequence[TaskModel], standing: Mapping[str, TaskFile]
 ) -> list[StoredTensor]:
-    """Returns the tensors that a merge of these tasks stores.
-
-    Args:
-        base, base_config: the model that all tasks were fine-tuned from, and its config.json.
-        standing: the files of the tasks that are merged already, by task. Their tensors stay as they are.
-
-    Raises:
-        CheckpointError, BaseModelError: the tasks cannot be merged.
-    """
+    """Returns the tensors that a merge of these tasks stores. Raises CheckpointError or BaseModelError if the tasks cannot be
+    merged. `standing` are the files of the tasks that are merged already, by task: their tensors stay as they are."""
     require_one_class(models)
     for model in models:
         require_same_layers(model, base)
@@ -104,11 +82,8 @@ def _stored(
 
 def _is_from_base(model: TaskModel, name: str, base: TensorSource, base_config: dict, others: Sequence[TaskModel]) -> bool:
     """Checks whether a task's tensor is made from the base's. If not, it is stored as the task's own: a head, for instance,
-    integers, or statistics of its data.
-
-    Args:
-        others: another task whose tensor of this name is made from the base's, if there is one.
-    """
+    integers, or statistics of its data. `others` is another task whose tensor of this name is made from the base's, if there is
+    one."""
     twin, entry = base.twin_of(name), model.tensors.entry(name)
     if twin is None or entry.dtype not in FLOATS or base.entry(twin).dtype not in FLOATS or is_statistic(name):
         return False

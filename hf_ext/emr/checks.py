@@ -87,9 +87,7 @@ def require_known_names(model: TaskModel, base: TensorSource) -> None:
 
 def require_fine_tune(model: TaskModel, base: TensorSource, sums: Mapping[str, np.ndarray]) -> None:
     """Raises BaseModelError if most task vectors are as long as the base's weights, as they all are for an unrelated model.
-
-    Counts only matrices, if there are any: norms and biases are similar in all models.
-    """
+    Counts only matrices, if there are any: norms and biases are similar in all models."""
     matrices = [name for name in sums if len(model.tensors.entry(name).shape) > 1] or list(sums)
     moved, weights = (math.fsum(float(sums[name][field]) for name in matrices) for field in ("task_squares", "base_squares"))
     strange = [name for name in matrices if sums[name]["task_squares"] >= sums[name]["base_squares"] > 0]

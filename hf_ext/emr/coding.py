@@ -28,11 +28,8 @@ EXACT = 2.0**-60  # for a task that changes no tensor
 
 
 def code_tasks(tasks: Sequence[CodedTask], options: MergeOptions, uncoded: int) -> None:
-    """Codes new tasks in the size that the options name.
-
-    Args:
-        uncoded: bytes that the folder takes besides the coded changes.
-    """
+    """Codes new tasks in the size that the options name. `uncoded` are the bytes that the folder takes besides the coded
+    changes."""
     wanted = options.bits
     if options.size is not None:
         values = sum(sum(task.values.values()) for task in tasks)
@@ -43,10 +40,8 @@ def code_tasks(tasks: Sequence[CodedTask], options: MergeOptions, uncoded: int) 
 
 
 class CodedTask(NewTask):
-    """A new task whose tensors are coded, if they are made from the base's.
-
-    Raises CheckpointError if one of them is of a type that cannot be coded.
-    """
+    """A new task whose tensors are coded, if they are made from the base's. Raises CheckpointError if one of them is of a type
+    that cannot be coded."""
 
     def __init__(self, model: TaskModel, base: TensorSource, stored: Sequence[StoredTensor], path: Path):
         super().__init__(model, base, stored, path)
@@ -138,10 +133,10 @@ def sums_of(tensor: RawTensor, base: RawTensor, near: RawTensor) -> np.ndarray:
     values, total = min(tensor.data.size // width, base.data.size // base_width), np.zeros((), election.SUMS)
     for begin in range(0, values, CHUNK):
         end = min(begin + CHUNK, values)
-        prior = cast(base.data[begin * base_width : end * base_width], base.dtype, dtype)
+        base_part = cast(base.data[begin * base_width : end * base_width], base.dtype, dtype)
         exact, approximate = (cast(part.data[begin * width : end * width], dtype, dtype) for part in (tensor, near))
-        elected = np.empty_like(prior)
-        _, (of_task, of_near) = election.elect(dtype, prior, [exact, approximate], elected, threads)
+        elected = np.empty_like(base_part)
+        _, (of_task, of_near) = election.elect(dtype, base_part, [exact, approximate], elected, threads)
         _, [off] = election.elect(dtype, approximate, [exact], elected, threads)
         for field in ("moved", "task_l1", "task_squares", "base_squares", "not_finite"):
             total[field] += of_task[field]

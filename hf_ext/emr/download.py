@@ -14,11 +14,8 @@ from hf_ext.storage.hub import HUB, Hub, downloaded, first_line, repository_of, 
 
 def merge_folder(name: str | os.PathLike, hub: Hub = HUB) -> Path:
     """Returns the folder of a merge that is given as a folder or as a Hub id. In the Hub's cache, downloads the files of its
-    tasks if they are not there: a loader downloads only those of the first.
-
-    Raises:
-        CheckpointError: there is no such folder or repository, or a file of it could not be downloaded.
-    """
+    tasks if they are not there: a loader downloads only those of the first. Raises CheckpointError if there is no such folder
+    or repository, or a file of it could not be downloaded."""
     folder = downloaded(name, "The merge: ")
     tasks = storage_settings(folder).get("tasks")
     tasks = tasks if isinstance(tasks, list) else []  # anything else is refused when the merge is opened

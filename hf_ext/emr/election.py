@@ -70,9 +70,9 @@ def adopt(dtype: str, base: np.ndarray, elected: np.ndarray, task: np.ndarray) -
     free = elected.view(words) == base.view(words)
     elected.view(words)[free] = task.view(words)[free]
     _, sums = elect(dtype, base, [task], np.empty_like(elected))  # right but for the sums of the unified vector
-    prior, *weights = (cast(array, dtype, "F64").view(np.float64) for array in (base, task, elected))
+    base, *weights = (cast(array, dtype, "F64").view(np.float64) for array in (base, task, elected))
     with np.errstate(invalid="ignore"):
-        vector, unified = (np.nan_to_num(array - prior, posinf=0, neginf=0) for array in weights)
+        vector, unified = (np.nan_to_num(array - base, posinf=0, neginf=0) for array in weights)
     agrees = vector * unified > 0
     unified = np.where(agrees, unified, 0)
     sums["agreeing"], sums["unified_l1"] = np.count_nonzero(agrees), np.abs(unified).sum()
@@ -83,11 +83,8 @@ def adopt(dtype: str, base: np.ndarray, elected: np.ndarray, task: np.ndarray) -
 def vote(
     dtype: str, base: np.ndarray, tasks: Sequence[np.ndarray], elected: np.ndarray, adopts: bool, threads: int = 1
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Elects weights as `elect` does, or, if it `adopts`, adds the one task to the earlier election in `elected`.
-
-    Args:
-        tasks: may have fewer values than the base, whose values follow them, and may share the memory of `elected`.
-    """
+    """Elects weights as `elect` does, or, if it `adopts`, adds the one task to the earlier election in `elected`. The tasks may
+    have fewer values than the base, whose values follow them, and may share the memory of `elected`."""
     tasks = [task.copy() if np.may_share_memory(task, elected) else task for task in tasks]
     tasks = [
         cast(task, dtype, dtype) if task.size == base.size else np.concatenate([task, base[task.size :]]) for task in tasks

@@ -18,27 +18,19 @@ from hf_ext.emr.modulators import FILE, OWN, REPAIR, ROWS, TaskFile
 from hf_ext.emr.parts import Parts
 from hf_ext.errors import CheckpointError, CorruptFileError
 from hf_ext.storage.config_file import CONFIG, read_config
-from hf_ext.storage.files import copy, write_json
 from hf_ext.storage.hub import HUB, Hub
 from hf_ext.storage.layout import GENERATION, select_weights
 from hf_ext.storage.native import FLOATS, WIDTHS
 from hf_ext.storage.open import open_delta
-from hf_ext.storage.plain_writer import shards_of
 from hf_ext.storage.prefetch import threads_for
-from hf_ext.storage.safetensors_file import ComputedFile, Entry, RawTensor
+from hf_ext.storage.safetensors_file import Entry, RawTensor
 from hf_ext.storage.source import TensorSource
 from hf_ext.storage.stored import OF_TASK
 
 
 class MergeFolder:
-    """The opened folder of a merge. Computes the tensors of its tasks one by one.
-
-    Args:
-        folder: the merge's folder.
-        base: folder or Hub id of the base, if it is no longer where config.json says.
-        revision: commit of that base.
-        hub: access settings for the base.
-    """
+    """The opened folder of a merge. Computes the tensors of its tasks one by one. `base` is the folder or Hub id of the base,
+    if it is no longer where config.json says, `revision` that base's commit, and `hub` its access settings."""
 
     def __init__(
         self, folder: str | os.PathLike, base: str | os.PathLike | None = None, revision: str | None = None, hub: Hub = HUB
@@ -74,8 +66,8 @@ class MergeFolder:
         for name in [*file.record.shared, *file.record.modulated, *file.coded]:
             twin = self.base.twin_of(name)
             stored = self.elected.entry(name) if name in self.elected else None
-            prior = self.base.entry(twin) if twin else None
-            fits = stored and prior and prior.shape == stored.shape and {prior.dtype, stored.dtype} <= FLOATS.keys()
+            base = self.base.entry(twin) if twin else None
+            fits = stored and base and base.shape == stored.shape and {base.dtype, stored.dtype} <= FLOATS.keys()
             if not stored or not fits and name not in file.record.shared:
                 raise CorruptFileError(
                     f"{file.path} is damaged: its tensor '{name}' does not fit the elected weights and the base. {REPAIR}"
@@ -133,7 +125,7 @@ class MergeFolder:
         """Raises CorruptFileError or BaseModelError if a stored tensor, or the base's that its tasks need, is damaged."""
         self.elected.read(name)
         if self.is_elected(name):
-            self.parts.prior(name)
+            self.parts.base_data(name)
 
     def entry(self, task: str, name: str) -> Entry:
         """Returns dtype and shape of a task's tensor."""
@@ -172,7 +164,7 @@ class MergeFolder:
         if out is None or out.size != source.data.size:
             out = np.empty_like(source.data) if kept else source.data
         modulator = self.parts.modulator(task, name)
-        election.modulate(source.dtype, self.parts.prior(name), source.data, *modulator, out, threads_for(out.size))
+        election.modulate(source.dtype, self.parts.base_data(name), source.data, *modulator, out, threads_for(out.size))
         entry = self.entry(task, name)
         if entry.shape != source.shape:
             row = math.prod(entry.shape[1:]) * WIDTHS[entry.dtype]
@@ -228,13 +220,3 @@ class TaskSource(TensorSource):
         # Merges may share elected weights and the name of a task, but not the task's files.
         is_shared = name in self._merged.files[self._task].record.shared
         return self._merged.elected.identity(name) if is_shared else (self.name, name)
-
-
-def task_files_into(merged: MergeFolder, task: str, out: Path, max_shard_size: int | str = "50GB") -> list[ComputedFile]:
-    """Writes the files of a task's plain checkpoint that hold no weights into `out`, and returns those that do."""
-    for name, path in merged.assets(task).items():
-        copy(path, out / name)
-    write_json(out / CONFIG, merged.task_config(task))
-    tensors = merged.source(task)
-    entries = {name: tensors.entry(name)[:2] for name in tensors.names()}
-    return shards_of(entries, tensors.read, out, max_shard_size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from inspect import signature
 from typing import Any
@@ -11,7 +12,6 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from hf_ext.errors import CheckpointError, UnsavedChangesError
 from hf_ext.integration.in_place import lock_of
-from hf_ext.integration.serving import bad_request
 
 
 @contextlib.contextmanager
@@ -60,3 +60,21 @@ class Generate:
                 raise bad_request(error) from None
         with task(self.model, name or self.model.active_task):
             return generate(self.model, *args, **kwargs)
+
+
+def bad_request(error: CheckpointError) -> CheckpointError:
+    """Returns an error that `transformers serve` answers with status 400 and the message; by default it answers with 500.
+    FastAPI, on which the server is built, reports its own HTTPException to the client. In a process that has not imported
+    FastAPI, the error is returned as it is."""
+    if "fastapi" not in sys.modules:
+        return error
+    from fastapi import HTTPException
+
+    class BadRequest(CheckpointError, HTTPException):
+        def __init__(self, message: str):
+            HTTPException.__init__(self, 400, message)
+
+        def __str__(self) -> str:
+            return str(self.detail)
+
+    return BadRequest(str(error))

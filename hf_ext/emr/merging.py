@@ -15,7 +15,7 @@ from transformers.utils.logging import get_logger
 from hf_ext.display import markdown_table, megabytes
 from hf_ext.emr.checks import require_closer
 from hf_ext.emr.download import merge_folder
-from hf_ext.emr.folder import MergeFolder, open_merge, task_files_into
+from hf_ext.emr.folder import MergeFolder, open_merge
 from hf_ext.emr.layout import files_of, older_files, require_name, task_files, task_folder
 from hf_ext.emr.options import CODED, ELECTED, MergeOptions
 from hf_ext.emr.reports import COLUMNS, MergeReport, TaskReport
@@ -23,12 +23,13 @@ from hf_ext.emr.steps import NEAR
 from hf_ext.emr.tasks import Task, merged_task, open_task, require_one_structure, with_one_name_each
 from hf_ext.emr.writing import MergeWriter
 from hf_ext.errors import CheckpointError, CorruptFileError
-from hf_ext.integration.cards import CARD, class_of, write_card
+from hf_ext.integration.cards import CARD, class_of, has_card, write_card
 from hf_ext.storage.checkpoint import holds_weights
-from hf_ext.storage.files import require_another_folder, scan, staged_folder
+from hf_ext.storage.config_file import CONFIG
+from hf_ext.storage.files import copy, require_another_folder, scan, staged_folder, write_json
 from hf_ext.storage.guards import require_new
 from hf_ext.storage.layout import OURS
-from hf_ext.storage.plain_writer import write_files
+from hf_ext.storage.plain_writer import shards_of, write_files
 from hf_ext.storage.prefetch import Prefetcher, progress
 from hf_ext.storage.source import TensorSource
 from hf_ext.storage.stored import Stored, config_of, plain_base
@@ -189,7 +190,12 @@ def extract(
     source.require_task(task)
     require_another_folder(Path(out), [source.folder, *source.base.paths])
     with staged_folder(out, overwrite=overwrite or (lambda: holds_weights(out, source.source(task).fingerprint))) as stage:
-        weights = task_files_into(source, task, stage, max_shard_size)
+        for name, path in source.assets(task).items():
+            copy(path, stage / name)
+        write_json(stage / CONFIG, source.task_config(task))
+        tensors = source.source(task)
+        entries = {name: tensors.entry(name)[:2] for name in tensors.names()}
+        weights = shards_of(entries, tensors.read, stage, max_shard_size)
         if not overwrite:
             require_new(scan(stage), stage, Path(out))
         write_files(weights, stage, f"Extracting {task}:")
@@ -302,7 +308,9 @@ def _write_tasks(writer: MergeWriter, stage: Path, out: Path, sources: list, siz
         )
         if size is None:
             return finished
-        uncoded = _size(stage, out) - writer.coded_bytes
+        files = [stage / path for path in scan(stage)]
+        files += [] if has_card(stage) else [out / CARD]  # which the folder keeps
+        uncoded = sum(path.stat().st_size for path in files if path.is_file()) - writer.coded_bytes
         if (1 - 2 * NEAR) * (size - uncoded) <= writer.coded_bytes <= size - uncoded:
             return finished
     assert size is not None and uncoded is not None
@@ -313,9 +321,3 @@ def _write_tasks(writer: MergeWriter, stage: Path, out: Path, sources: list, siz
             f"bytes. Give at least {uncoded + math.ceil(1.1 * max(writer.coded_bytes, least))} bytes."
         )
     return finished
-
-
-def _size(stage: Path, out: Path) -> int:
-    """Returns the bytes of a merge's folder whose files are in `stage`, with the model card that `out` may have already."""
-    files = [stage / path for path in scan(stage)] + [out / CARD] * (not (stage / CARD).exists())
-    return sum(path.stat().st_size for path in files if path.is_file())

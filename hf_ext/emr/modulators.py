@@ -10,7 +10,6 @@ import math
 import os
 import re
 import threading
-import zlib
 from collections.abc import Callable, Collection
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
@@ -24,15 +23,16 @@ import xxhash
 from hf_ext.emr.election import mask_bytes
 from hf_ext.errors import CorruptFileError
 from hf_ext.storage.delta.codec import decode_raw
+from hf_ext.storage.delta.deflate import deflate, inflate
 from hf_ext.storage.delta.payload import Header, read_header
+from hf_ext.storage.delta.source import read_base
 from hf_ext.storage.hub import OTHER_WEIGHTS
-from hf_ext.storage.prefetch import check_awaited, threads_for
+from hf_ext.storage.prefetch import threads_for
 from hf_ext.storage.safetensors_file import BITS, Entry, RawTensor, SafetensorsFile, write_header
 from hf_ext.storage.sealed import Seal
 from hf_ext.storage.source import TensorSource
 
 FILE = "modulators.safetensors"
-DEFLATE_CHUNK = 1 << 20  # bytes of a mask that are deflated before an interruption is noticed
 TASK_FOLDER = "task-"  # and the task's name
 REPAIR = "Merge or download it again."
 SEAL = Seal("emr_task", 1, f"is not the file of a merge's task, or its header is damaged. {REPAIR}", REPAIR)
@@ -97,13 +97,7 @@ class TaskWriter:
     def add_mask(self, name: str, mask: np.ndarray) -> None:
         """Adds the mask of a tensor, unless no bit is set. May be called from any thread."""
         if mask.any():  # the bits within a row are random, so only runs and byte frequencies can be compressed
-            deflate = zlib.compressobj(9, zlib.DEFLATED, zlib.MAX_WBITS, zlib.DEF_MEM_LEVEL, zlib.Z_RLE)
-            parts = []
-            for begin in range(0, mask.size, DEFLATE_CHUNK):
-                check_awaited()
-                parts.append(deflate.compress(mask[begin : begin + DEFLATE_CHUNK]))
-            data = b"".join([*parts, deflate.flush()])
-            self.add_bytes(MASK + name, data)
+            self.add_bytes(MASK + name, deflate(mask, level=9))
 
     def add_bytes(self, key: str, data: bytes) -> None:
         """Adds an entry of bytes under its full name. May be called from any thread."""
@@ -147,13 +141,9 @@ class TaskWriter:
 
 
 class TaskFile:
-    """A task's file. Checks the header when it is opened, and each entry when it is read.
-
-    Attributes:
-        entries: by their full name, such as "mask/lm_head.weight".
-        record: the contents of the header; `digest` is its checksum, which covers those of all entries.
-        own, coded: the names of the task's own tensors, and of the coded ones, which are made from the base's.
-    """
+    """A task's file, whose entries have full names such as "mask/lm_head.weight". Checks the header, with the `record` and its
+    checksum `digest`, which covers those of all entries, when it is opened, and each entry when it is read. `own` and `coded`
+    are the names of the task's own tensors, and of the coded ones, which are made from the base's."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -187,18 +177,13 @@ class TaskFile:
         """Returns the mask of an elected tensor with this number of values; None if no bit is set."""
         if MASK + name not in self.entries:
             return None
-        data, size = self.read(MASK + name).data, mask_bytes(values)
-        inflate = zlib.decompressobj()
+        data = self.read(MASK + name).data
         try:
-            mask = inflate.decompress(data, size)
-            whole = len(mask) == size and not inflate.decompress(inflate.unconsumed_tail, 1) and inflate.eof
-        except zlib.error:
-            whole = False
-        if not whole:
+            return inflate(data, mask_bytes(values))
+        except ValueError as error:
             raise CorruptFileError(
                 f"The mask of '{name}' in {self.path} does not fit its tensor: the file is damaged. {REPAIR}"
-            )
-        return np.frombuffer(mask, np.uint8)
+            ) from error
 
     def is_coded(self, name: str) -> bool:
         return CODE + name in self.entries
@@ -220,8 +205,7 @@ class TaskFile:
     def decoded(self, name: str, base: TensorSource, out: np.ndarray | None = None) -> RawTensor:
         """Returns a coded tensor, in `out` if its mode allows that."""
         data, header = self.read(CODE + name).data, self.header(name)
-        prior = base.read(header.base_name) if header.base_name in base else None
-        return decode_raw(data, prior, header, threads_for(header.size), out)
+        return decode_raw(data, read_base(base, header.base_name), header, threads_for(header.size), out)
 
     def modulators_size(self) -> int:
         """Returns the bytes of all masks and coded tensors in the file."""

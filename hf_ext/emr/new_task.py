@@ -19,18 +19,9 @@ from hf_ext.storage.source import TensorSource
 
 
 class NewTask:
-    """A task that is being merged. Its own tensors are in its file from the start.
-
-    Args:
-        model, base: the task, and the model that it was fine-tuned from.
-        stored: the tensors of the merge.
-        path: the file to write.
-
-    Attributes:
-        tensors: those that are made from the base's, by name.
-        sums: their sums `election.SUMS`.
-        shared: names of the tensors that are stored for several tasks as they are.
-    """
+    """A task that is being merged, into the file `path`. Its own tensors are in it from the start. `tensors` are those of the
+    merge that are made from the base's, by name, `sums` their sums `election.SUMS`, and `shared` the names of the tensors that
+    are stored for several tasks as they are."""
 
     def __init__(self, model: TaskModel, base: TensorSource, stored: Sequence[StoredTensor], path: Path):
         self.model, self.base = model, base
@@ -55,15 +46,8 @@ class NewTask:
         self.sums[name] = sums
 
     def record(self, elected: str, config: str, scales: Mapping[str, float]) -> TaskRecord:
-        """Returns the record of the task's file, with the report.
-
-        Args:
-            elected, config: digests of the elected weights and of the task's config.json.
-            scales: λ of each tensor in `tensors`.
-
-        Raises:
-            BaseModelError: the task was not fine-tuned from the base.
-        """
+        """Returns the record of the task's file with the report, given the digests of the elected weights and of the task's
+        config.json, and λ of each tensor in `tensors`. Raises BaseModelError if the task was not fine-tuned from the base."""
         model = self.model
         require_fine_tune(model, self.base, self.sums)
         record = TaskRecord(model.task, elected, shared=self.shared, config=config, ties=dict(model.ties))
@@ -75,13 +59,9 @@ class NewTask:
 class ElectedTask(NewTask):
     """A new task that takes part in the election."""
 
-    def elected_record(self, elected: str, config: str, rescale: str, priors: Mapping[str, str]) -> TaskRecord:
-        """Returns the record (see `record`) with the rules of all tensors. Gives further rows of resized ones to the writer.
-
-        Args:
-            rescale: as in `merge`.
-            priors: checksums of the base's tensors, each in the type of the elected one.
-        """
+    def elected_record(self, elected: str, config: str, rescale: str, base_digests: Mapping[str, str]) -> TaskRecord:
+        """Returns the record (see `record`) with the rules of all tensors, given the checksums of the base's tensors, each in
+        the type of the elected one. Gives further rows of resized ones to the writer. `rescale` is as in `merge`."""
         weights = {name: 1 / max(self.values[name], 1) if rescale == "tensor_mean" else 1 for name in self.sums}
         totals = {
             field: math.fsum(weights[name] * float(sums[field]) for name, sums in self.sums.items())
@@ -89,7 +69,7 @@ class ElectedTask(NewTask):
         }
         scales = {name: election.rescaler(sums if rescale == "tensor" else totals) for name, sums in self.sums.items()}
         record = self.record(elected, config, scales)
-        record.modulated = {name: Modulated(scales[name], priors[name], self._resized(name)) for name in sorted(scales)}
+        record.modulated = {name: Modulated(scales[name], base_digests[name], self._resized(name)) for name in sorted(scales)}
         return record
 
     def _resized(self, name: str) -> int | None:

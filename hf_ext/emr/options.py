@@ -18,16 +18,9 @@ LEAST_BITS = 0.001  # per parameter and task
 
 @dataclass(frozen=True)
 class MergeOptions:
-    """The options of `merge` and `add_task`, checked.
-
-    Attributes:
-        bits: size of each new task if the tasks are coded and `size` is None.
-        size: bytes that the folder may take; also accepts a text such as "50MB".
-        others: as in `merge`.
-
-    Raises:
-        CheckpointError: an option is invalid.
-    """
+    """The options of `merge` and `add_task`, checked: raises CheckpointError if one is invalid. `bits` is the size of each new
+    task if the tasks are coded and `size` is None. `size` is the bytes that the folder may take; it also accepts a text such as
+    "50MB"."""
 
     rescale: str = RESCALE[0]
     max_shard_size: int | str = "50GB"

@@ -20,40 +20,35 @@ KEPT_TASKS = 4  # whose masks stay in memory
 
 
 class Parts:
-    """The parts of an opened merge, each checked when it is read. `keep` keeps those in memory that a switch needs.
-
-    Args:
-        files: of the tasks, by task.
-        elected: the elected weights.
-    """
+    """The parts of an opened merge, each checked when it is read. `keep` keeps those in memory that a switch needs."""
 
     def __init__(self, files: Mapping[str, TaskFile], elected: DeltaCheckpoint):
         self.files, self.elected, self.base = files, elected, elected.base
         self.kept: dict[str, RawTensor] = {}  # elected weights in memory
-        self._priors: dict[str, np.ndarray] = {}
+        self._base_data: dict[str, np.ndarray] = {}
         self._modulators: dict[str, dict[str, tuple[np.ndarray | None, float]]] = {}  # of the tasks that were used last
 
-    def prior(self, name: str) -> np.ndarray:
+    def base_data(self, name: str) -> np.ndarray:
         """Returns the base's bytes of an elected tensor, cast to the tensor's type. Raises BaseModelError if they are not those
         that were merged against."""
-        if name in self._priors:
-            return self._priors[name]
+        if name in self._base_data:
+            return self._base_data[name]
         twin = self.base.twin_of(name)
         assert twin is not None  # checked when the folder was opened
         base = self.base.read(twin)
-        prior = cast(base.data, base.dtype, self.elected.entry(name).dtype)
-        self._require_prior(name, prior)
-        return prior
+        base_data = cast(base.data, base.dtype, self.elected.entry(name).dtype)
+        self._require_base(name, base_data)
+        return base_data
 
     def require_same_base(self, name: str) -> None:
         """Raises BaseModelError if the base's file no longer holds the tensor that was merged against."""
-        self._require_prior(name, self.prior(name))
+        self._require_base(name, self.base_data(name))
 
-    def _require_prior(self, name: str, prior: np.ndarray) -> None:
+    def _require_base(self, name: str, base_data: np.ndarray) -> None:
         """Raises BaseModelError unless these are the bytes that a tensor of the base had when the merge was written."""
         modulated = [file.record.modulated[name] for file in self.files.values() if name in file.record.modulated]
         stored = {f"{self.elected.identity(name):016x}"}  # of the base's own tensor, where no task was elected
-        if {xxhash.xxh3_64_hexdigest(prior)} != ({rule.prior for rule in modulated} or stored):
+        if {xxhash.xxh3_64_hexdigest(base_data)} != ({rule.prior for rule in modulated} or stored):
             raise BaseModelError(
                 f"The tensor '{name}' of the base {self.base} has changed or is damaged: checksum mismatch. Restore the base, "
                 "and load the merge again."
@@ -79,14 +74,14 @@ class Parts:
         def read(name: str) -> tuple[RawTensor, np.ndarray, dict]:
             elected = self.kept.get(name) or self.elected.read(name)
             modulators = {task: self.modulator(task, name) for task in tasks if name in self.files[task].record.modulated}
-            return elected, self.prior(name), modulators
+            return elected, self.base_data(name), modulators
 
-        for name, (elected, prior, modulators) in [*Prefetcher(read, sizes)]:
-            self.kept[name], self._priors[name] = elected, prior  # a view of the base's file, if plain and of that type
+        for name, (elected, base_data, modulators) in [*Prefetcher(read, sizes)]:
+            self.kept[name], self._base_data[name] = elected, base_data  # a view of the base's file, if plain and of that type
             for task, modulator in modulators.items():
                 self._modulators[task][name] = modulator
 
     def target(self, task: str, to: str, name: str, live: np.ndarray) -> Target:
         """Returns the change of a weight in memory from one task's to another's. `keep` has read both."""
         elected, masks = self.kept[name], (*self._modulators[task][name], *self._modulators[to][name])
-        return Target(FLOATS[elected.dtype], self._priors[name], elected.data, *masks, live)
+        return Target(FLOATS[elected.dtype], self._base_data[name], elected.data, *masks, live)

@@ -28,10 +28,8 @@ SET_BY_RUNNING = ("architectures", "dtype", "problem_type", "transformers_versio
 
 
 class MergedSaving(Saving):
-    """Writes the whole merge again. If weights were changed, writes the model as it is, as a plain checkpoint.
-
-    If the model has an adapter, Transformers writes the adapter alone.
-    """
+    """Writes the whole merge again. If weights were changed, writes the model as it is, as a plain checkpoint. If the model has
+    an adapter, Transformers writes the adapter alone."""
 
     def save(self, folder: Path, **kwargs: Any) -> list[str]:
         switch: SetTask = self.model.set_task
@@ -40,8 +38,8 @@ class MergedSaving(Saving):
         changed = "the state dict given" if kwargs.get("state_dict") is not None else switch.changed()
         adapter = getattr(self.model, "_hf_peft_config_loaded", False)
         of_tasks = [switch.merged.folder / task_folder(name) for name in self.model.tasks]
-        own = [*of_tasks, switch.merged.folder] if adapter or changed else of_tasks
-        if folder.is_dir() and any(folder.samefile(path) for path in own if path.is_dir()):
+        of_merge = [*of_tasks, switch.merged.folder] if adapter or changed else of_tasks
+        if folder.is_dir() and any(folder.samefile(path) for path in of_merge if path.is_dir()):
             raise CheckpointError(
                 f"{folder} belongs to the merge: saving there would replace its files. Save to another folder."
             )

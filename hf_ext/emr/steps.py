@@ -38,12 +38,9 @@ class Step(NamedTuple):
     gain: float = 1  # factor of the changes: it restores the length of the task vector, as arXiv 2412.00054 does
 
     def of(self, name: str, tensor: RawTensor) -> float:
-        """Returns the size of the step for a tensor, given that for its model.
-
-        The changes of 16-bit values are multiples of their spacing, a power of two, so that many values would get a number at
-        once as the step falls. Steps that differ by up to half an octave, in a fixed order without meaning, make the size fall
-        evenly.
-        """
+        """Returns the size of the step for a tensor, given that for its model. The changes of 16-bit values are multiples of
+        their spacing, a power of two, so that many values would get a number at once as the step falls. Steps that differ by up
+        to half an octave, in a fixed order without meaning, make the size fall evenly."""
         size = self.size
         if len(tensor.shape) < 2:
             size *= VECTOR
@@ -62,14 +59,8 @@ def search(
     close: float = 1.02,
 ) -> float:
     """Returns the step at which `measure`, which falls as the step grows, gives nearly `wanted` and at most `most`: the
-    smallest that was tried, or the largest if all give too much.
-
-    Args:
-        step: the first to try.
-        rounds: steps to try at most.
-        tried: amounts that are known, by step; receives those that are measured.
-        close: quotient of two steps between which no other is tried.
-    """
+    smallest that was tried, or the largest if all give too much. Tries `step` first, and `rounds` steps at most, none between
+    two whose quotient is `close`. `tried` are the amounts that are known, by step; it receives those that are measured."""
     limits = max(step / FARTHEST, LEAST_STEP), min(step * FARTHEST, MOST_STEP)
     for jump in range(1, rounds + 1):
         above = max((size for size, amount in tried.items() if amount > most), default=0.0)
@@ -92,11 +83,8 @@ def search(
 
 
 def those_finer(coarse: Mapping[str, float], fine: Mapping[str, float], wanted: float) -> set[str]:
-    """Returns names of tensors that take a finer step, so that the amounts of all are nearly `wanted` in total, and not more.
-
-    Args:
-        coarse, fine: the tensors' amounts in either step.
-    """
+    """Returns names of tensors that take a finer step, so that the amounts of all are nearly `wanted` in total, and not more,
+    given the tensors' amounts in either step."""
     left, names = wanted - sum(coarse.values()), set()
     for name in sorted(coarse, key=lambda name: coarse[name] - fine[name]):
         if 0 < fine[name] - coarse[name] <= left:
@@ -116,15 +104,9 @@ class _Part(NamedTuple):
 
 
 class Sample:
-    """A sample of the tensors that a task codes, to choose the step.
-
-    It has the tensors at places spread evenly over all values, half of the places by the number of values and half by the size
-    of their changes. Of small models it has all tensors, and of models without a change there all that changed.
-
-    Args:
-        model, base: the task, and the model that it was fine-tuned from.
-        twins: by name of a tensor, the base's name.
-    """
+    """A sample of the tensors that a task codes, to choose the step. It has the tensors at places spread evenly over all
+    values, half of the places by the number of values and half by the size of their changes. Of small models it has all
+    tensors, and of models without a change there all that changed. `twins` are by name of a tensor the base's name."""
 
     def __init__(self, model: TaskModel, base: TensorSource, twins: Mapping[str, str]):
         self._model, self._base, self._twins = model, base, twins

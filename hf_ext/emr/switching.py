@@ -53,7 +53,7 @@ class SetTask:
     def __init__(self, model: PreTrainedModel, merged: MergeFolder, plan: list[Loaded]):
         self.model, self.merged, self.plan = model, merged, plan
         self._changes: dict[tuple[str, str], ConfigChange] = {}
-        self._made: dict[str, set[str]] = {}
+        self._covered: dict[str, set[str]] = {}
         self._is_mixed = False  # after a failed switch whose changes could not be reverted
         weights = LiveWeights(model, plan)
         self._names = set(weights.tensors)
@@ -200,9 +200,9 @@ class SetTask:
     def _others(self, weights: LiveWeights) -> list[str]:
         """Returns the weights that the active task has no tensors for, such as a new head."""
         task = self.model.active_task
-        if task not in self._made:
-            self._made[task] = weights.weights_in(self.merged.source(task))
-        names = sorted(self._names & weights.tensors.keys() - self._made[task])
+        if task not in self._covered:
+            self._covered[task] = weights.weights_in(self.merged.source(task))
+        names = sorted(self._names & weights.tensors.keys() - self._covered[task])
         return [name for name in names if not weights.tensors[name].is_meta]
 
     def _remember(self, weights: LiveWeights) -> None:

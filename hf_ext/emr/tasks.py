@@ -54,7 +54,8 @@ def open_task(name: str, task: Task, base: TensorSource, scratch: Path) -> TaskM
         raise CheckpointError(
             f"Task '{name}': {folder} is a model of diffusers, which has no tasks. `hf-ext compress` can store it."
         )
-    return TaskModel(name, folder, tensors, config, assets_of(folder))
+    files = [path.as_posix() for path in sorted(scan(folder)) if (folder / path).is_file()]
+    return TaskModel(name, folder, tensors, config, {file: folder / file for file in files if is_asset(file)})
 
 
 def merged_task(merged: MergeFolder, task: str) -> TaskModel:
@@ -63,17 +64,9 @@ def merged_task(merged: MergeFolder, task: str) -> TaskModel:
     return TaskModel(task, merged.folder, merged.source(task), merged.task_config(task), merged.assets(task), ties)
 
 
-def assets_of(folder: Path) -> dict[str, Path]:
-    """Returns the files of a model besides config.json and weights, by their path in the folder."""
-    names = [path.as_posix() for path in sorted(scan(folder)) if (folder / path).is_file()]
-    return {name: folder / name for name in names if is_asset(name)}
-
-
 def with_one_name_each(models: Sequence[TaskModel], base: TensorSource) -> list[TaskModel]:
-    """Returns the models with one name for each weight: one that is found in the base, if a model has it there.
-
-    A model that breaks a tie keeps the tied weight under its own name. The others have that name in their `ties`.
-    """
+    """Returns the models with one name for each weight: one that is found in the base, if a model has it there. A model that
+    breaks a tie keeps the tied weight under its own name. The others have that name in their `ties`."""
     if skeleton := skeleton_of(models[0].config, models[0]):
         for model in models:
             if ignored := ignored_weight(skeleton, model.tensors.names()):
@@ -86,9 +79,9 @@ def with_one_name_each(models: Sequence[TaskModel], base: TensorSource) -> list[
     tied: list[dict[str, str]] = [dict(model.ties) for model in models]
     for group in ties.groups(dict.fromkeys([*(name for names in views for name in names), *base.names()])):
         used = [name for name in group if any(name in names for names in views)]
-        known = [name for name in group if name in base]
-        fitting = (name for name in used if base.twin_of(name) in known)
-        one = next(fitting, (known or used)[0])
+        in_base = [name for name in group if name in base]
+        fitting = (name for name in used if base.twin_of(name) in in_base)
+        one = next(fitting, (in_base or used)[0])
         held = [[name for name in used if name in names] for names in views]
         apart = set()
         for model, names, view in zip(models, held, views):
@@ -108,10 +101,8 @@ def _renamed(tensors: TensorSource, names: dict[str, str]) -> TensorSource:
 
 
 def require_one_structure(models: Sequence[TaskModel]) -> None:
-    """Raises CheckpointError unless one model can switch between the config.json files of these.
-
-    Vocabulary, labels, and settings of training and generation may differ.
-    """
+    """Raises CheckpointError unless one model can switch between the config.json files of these. Vocabulary, labels, and
+    settings of training and generation may differ."""
     first, *rest = models
     for model in rest:
         if model.config.get("model_type") != first.config.get("model_type"):

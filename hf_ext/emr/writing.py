@@ -17,7 +17,7 @@ from hf_ext.emr.checks import TaskModel, require_closer
 from hf_ext.emr.coding import CHUNK, CodedTask, code_tasks
 from hf_ext.emr.folder import MergeFolder
 from hf_ext.emr.layout import task_folder
-from hf_ext.emr.modulators import FILE, OWN, TaskFile, TaskRecord, copy_task
+from hf_ext.emr.modulators import FILE, OWN, TaskFile, copy_task
 from hf_ext.emr.new_task import ElectedTask
 from hf_ext.emr.options import MergeOptions
 from hf_ext.storage.config_file import CONFIG, EMR, HINT
@@ -64,7 +64,7 @@ class MergeWriter(ExitStack):
         new = [(model, base, stored, self._folder(model) / FILE) for model in models if model.task not in self.standing]
         self.coded = [CodedTask(*task) for task in new if options.is_coded]
         self.elected = {task[0]: ElectedTask(*task) for task in new if not options.is_coded}
-        self.priors: dict[str, str] = {}  # elected tensor -> checksum of the base's, in its type
+        self.base_digests: dict[str, str] = {}  # elected tensor -> checksum of the base's, in its type
         for task in (*self.coded, *self.elected.values()):
             self.enter_context(closing(task.writer))
 
@@ -72,11 +72,8 @@ class MergeWriter(ExitStack):
         return self.out / task_folder(model.task)
 
     def write_weights(self) -> None:
-        """Writes the elected weights and all files of the folder but those of new tasks and config.json.
-
-        Raises:
-            CheckpointError: the election suits a task less than the base would.
-        """
+        """Writes the elected weights and all files of the folder but those of new tasks and config.json. Raises CheckpointError
+        if the election suits a task less than the base would."""
         options = self.options
         if self.elected and not options.accept_conflicts:
             elected = self.merged.elected if self.merged else None
@@ -98,12 +95,15 @@ class MergeWriter(ExitStack):
         for name, path in first.items():
             copy(path, self.out / name)
         for model in self.models:
-            folder, same = self._folder(model), _same_files(model.assets, first)
+            folder, assets = self._folder(model), model.assets
+            same = assets.keys() == first.keys() and all(
+                assets[name].read_bytes() == first[name].read_bytes() for name in first
+            )
             folder.mkdir(exist_ok=True)
             settings = {"quant_method": EMR, "dtype": dtype, "task": model.task}
             write_json(folder / CONFIG, model.config | {"quantization_config": settings})
             write_json(folder / INDEX, {"metadata": {}, "weight_map": listed})
-            for name, path in model.assets.items():
+            for name, path in assets.items():
                 if not same or name == GENERATION:  # which loading a task's folder reads there
                     copy(path, folder / name)
             if file := self.standing.get(model.task):
@@ -112,20 +112,15 @@ class MergeWriter(ExitStack):
                 copy_task(file, folder / FILE, [OWN + name for name in shared], **fields)
 
     def write_tasks(self, uncoded: int | None = None) -> None:
-        """Writes the files of new tasks, and config.json. May be called again, with another size of coded tasks.
-
-        Args:
-            uncoded: bytes that the folder takes besides the coded changes, if that is measured.
-
-        Raises:
-            CheckpointError: the election suits a task less than the base would.
-        """
+        """Writes the files of new tasks, and config.json. May be called again, with another size of coded tasks: `uncoded` are
+        the bytes that the folder takes besides the coded changes, if that is measured. Raises CheckpointError if the election
+        suits a task less than the base would."""
         elected = [
-            (task, task.elected_record(self.digest, self._config_digest(model), self.options.rescale, self.priors))
+            (task, task.elected_record(self.digest, self._config_digest(model), self.options.rescale, self.base_digests))
             for model, task in self.elected.items()
         ]
         if not self.options.accept_conflicts:
-            require_closer({record.task: _closeness(record) for _, record in elected})
+            require_closer({record.task: (record.report["relative"], record.report["cosine"]) for _, record in elected})
         for task, record in elected:
             task.writer.finish(record)
         if self.coded:
@@ -177,40 +172,32 @@ class MergeWriter(ExitStack):
         threads, digest = threads_for(elected.size), xxhash.xxh3_64()
         for begin in range(0, values if voters else 0, CHUNK):
             end = min(begin + CHUNK, values)
-            prior = cast(base.data[begin * base_width : end * base_width], base.dtype, dtype)
-            digest.update(prior)
+            base_part = cast(base.data[begin * base_width : end * base_width], base.dtype, dtype)
+            digest.update(base_part)
             parts = [weight.data[begin * width : end * width] for weight in weights]
             chunk = elected[begin * width : end * width]
-            chunk_masks, chunk_sums = election.vote(dtype, prior, parts, chunk, self.merged is not None, threads)
+            chunk_masks, chunk_sums = election.vote(dtype, base_part, parts, chunk, self.merged is not None, threads)
             masks[:, begin // 8 : election.mask_bytes(end)] = chunk_masks
             for field in election.SUM_NAMES:
                 sums[field] += chunk_sums[field]
             self.base.release(tensor.twin, begin * base_width, end * base_width)
             for model in voters:
                 model.tensors.release(name, begin * width, end * width)
-        self.priors[name] = digest.hexdigest()
+        self.base_digests[name] = digest.hexdigest()
         for model, mask, total in zip(voters, masks, sums):
             self.elected[model].add_sums(name, np.asarray(total))
             self.elected[model].writer.add_mask(name, mask)
         return RawTensor(dtype, tensor.shape, elected)
 
-    def _clear(self, name: str, elected: np.ndarray, prior: np.ndarray) -> None:
+    def _clear(self, name: str, elected: np.ndarray, base_part: np.ndarray) -> None:
         """Overwrites elected weights that no task takes any more with the base's."""
         assert self.merged is not None
         words = f"<u{WIDTHS[self.stored[name].dtype]}"
-        elected, prior = elected.view(words), prior.view(words)
+        elected, base_part = elected.view(words), base_part.view(words)
         free = np.ones(elected.size, bool)
         for model in self.stored[name].voters:
             if name in self.standing[model.task].record.modulated:
                 mask, _ = self.merged.parts.modulator(model.task, name)
                 if mask is not None:
                     free &= np.unpackbits(mask, count=free.size, bitorder="little") == 0
-        np.copyto(elected, prior, where=free)
-
-
-def _closeness(record: TaskRecord) -> tuple[float, float]:
-    return record.report["relative"], record.report["cosine"]
-
-
-def _same_files(first: Mapping[str, Path], second: Mapping[str, Path]) -> bool:
-    return first.keys() == second.keys() and all(first[name].read_bytes() == second[name].read_bytes() for name in first)
+        np.copyto(elected, base_part, where=free)

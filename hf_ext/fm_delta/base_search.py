@@ -99,7 +99,7 @@ class BaseReport:
             (
                 str(candidate),
                 candidate.verdict,
-                *(_cell(value) for value in (candidate.bits, candidate.agreement, candidate.shared)),
+                *("–" if part is None else f"{part:.2f}" for part in (candidate.bits, candidate.agreement, candidate.shared)),
                 candidate.why,
             )
             for candidate in self.candidates
@@ -183,8 +183,8 @@ def require_related(src: str | os.PathLike, base: str | os.PathLike, revision: s
     """Raises BaseModelError if a model cannot be the base of `src`: the result would hardly be smaller."""
     for place in models_in(Path(src)):
         stored = Stored(within(src, place))
-        prior = open_counterpart(base, place, revision, stored.quantization)
-        if reason := unrelated(stored.tensors(), prior, bool(stored.quantization)):
+        opened = open_counterpart(base, place, revision, stored.quantization)
+        if reason := unrelated(stored.tensors(), opened, bool(stored.quantization)):
             raise BaseModelError(
                 f"{reason} `hf-ext find-base {src}` looks for the base; --no-base compresses without one. In Python, "
                 "fm_delta.compress_checkpoint accepts every base."
@@ -247,13 +247,8 @@ def _examine(
     place: str,
     note: str = "",
 ) -> Candidate:
-    """Compares a candidate with `source`.
-
-    Args:
-        quantization: that of `source`, which the candidate must have.
-        components: where in the candidate's folder to look for the weights, in this order.
-        place: the folder of a model in the cache, or else the name.
-    """
+    """Compares a candidate with `source`, whose quantization it must have. Looks for the weights in the first of the
+    `components` of the candidate's folder that has some. `place` is the folder of a model in the cache, or else the name."""
     try:
         stored, component = open_first(place, components)
         other = plain_base(stored, quantization)
@@ -296,7 +291,3 @@ def _judge(measured: Likeness, kind: str | None, other: str | None) -> tuple[str
     if measured.agreement < SURE_AGREEMENT:
         return "likely", "the weights agree in part"
     return "sure", "the weights agree"
-
-
-def _cell(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2f}"

@@ -26,7 +26,7 @@ from hf_ext.display import megabytes, percent, table
 from hf_ext.errors import CheckpointError, CorruptFileError, HfExtError
 from hf_ext.fm_delta.base_search import find_base, main_model, open_first, require_related
 from hf_ext.fm_delta.compress import compress_checkpoint
-from hf_ext.fm_delta.sizes import Sizes
+from hf_ext.fm_delta.reports import Sizes
 from hf_ext.storage.config_file import CONFIG
 from hf_ext.storage.delta import DEFAULT_LEVEL
 from hf_ext.storage.files import locked, write_atomically
@@ -187,8 +187,8 @@ def _folders(
     if not os.path.isdir(sources):
         raise CheckpointError(f"{sources} is not a folder; give a folder of saved models, or a list of their folders.")
     visible = [path for path in sorted(Path(absolute_path(sources)).glob("[!.]*")) if path.is_dir()]
-    others = [path for path in visible if not (base and os.path.isdir(base) and path.samefile(base))]
-    reasons = {path: _reason_to_skip(path) for path in others}
+    models = [path for path in visible if not (base and os.path.isdir(base) and path.samefile(base))]
+    reasons = {path: _reason_to_skip(path) for path in models}
     if all(reasons.values()):
         first = "".join(f" {path} {reason}" for path, reason in [*reasons.items()][:1])
         raise CheckpointError(f"There is nothing to compress: no folder of safetensors weights in {sources}.{first}")

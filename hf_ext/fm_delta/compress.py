@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from hf_ext.fm_delta.folder import ADDED_CARD, ModelFolder, card_record, is_compressed
 from hf_ext.fm_delta.reports import CheckpointReport, report_of
-from hf_ext.fm_delta.restore import decode_all
 from hf_ext.integration.cards import CARD, class_of, has_card, write_card
-from hf_ext.storage.config_file import CONFIG, read_config, storage_settings
+from hf_ext.storage.config_file import CONFIG, read_config
 from hf_ext.storage.delta import DEFAULT_LEVEL
 from hf_ext.storage.delta.file import CompressedFile
-from hf_ext.storage.delta.source import RestoredFile
+from hf_ext.storage.delta.source import RestoredFile, decode_all
 from hf_ext.storage.delta.writer import Sets, write_model
 from hf_ext.storage.files import copy_entries, require_another_folder, staged_folder
 from hf_ext.storage.guards import require_new
@@ -69,55 +69,39 @@ def compress_checkpoint(
     require_another_folder(out, [src, base])
     with staged_folder(out, overwrite=overwrite or partial(is_result, out)) as stage:
         folder = ModelFolder.open_plain(downloaded(src))
-        forms = [Stored(within(folder.path, model.place)).quantization for model in folder.models]
-        sources = [
-            NoBase() if base is None else open_counterpart(base, model.place, revision, form)
-            for model, form in zip(folder.models, forms)
-        ]
-        for source in sources:
-            require_depth(source)
-            require_another_folder(out, source.paths)
+        sources = []
+        for model in folder.models:
+            quantization = Stored(str(folder.path / model.place)).quantization
+            sources.append(NoBase() if base is None else open_counterpart(base, model.place, revision, quantization))
+            require_depth(sources[-1])
+            require_another_folder(out, sources[-1].paths)
         copy_entries(folder.path, folder.others(out), stage)
         if not overwrite:
             require_new([Path(CARD)], stage, out)  # users edit it in an earlier result, too
         written: list[tuple[str, CompressedFile]] = []
         for model, source in zip(folder.models, sources):
             name, place = base_id and within(base_id, model.place), stage / model.place
-            if model.place:
-                write_model(model.sets, source, place, name, level, revision=revision)
-            else:
-                write_with_card(model.sets, source, place, name, level, target=out, revision=revision)
+            target = None if model.place else out  # the card is that of the whole pipeline
+            write_with_card(model.sets, source, place, target, name=name, level=level, revision=revision)
             files = open_files(place)
             if verify:
-                decode_all([RestoredFile(file, source) for file in files])
+                restored = [RestoredFile(file, source) for file in files]
+                decode_all(restored)
             written += [(model.place, file) for file in files]
         folder.copy_modes(stage)
         return report_of(written)
 
 
-def write_with_card(
-    sets: Sets,
-    base: TensorSource,
-    out: Path,
-    name: str | None = None,
-    level: int = DEFAULT_LEVEL,
-    target: Path | None = None,
-    revision: str | None = None,
-) -> None:
-    """Compresses the weights of a model into a folder with its other files, and adds a model card if there is none.
-
-    Args:
-        sets, base, out, name, level, revision: see `write_model`.
-        target: folder that the files of `out` will go to, if elsewhere.
-    """
+def write_with_card(sets: Sets, base: TensorSource, out: Path, target: Path | None, **options: Any) -> None:
+    """Compresses the weights of a model as `write_model` does, and adds a model card if there is none, in `out` or in `target`,
+    where the files of `out` will go; without a target, adds none."""
     record = {}
-    if (out / CONFIG).exists() and not has_card(out):
-        record = card_record(target) if target and has_card(target) else ADDED_CARD
-    write_model(sets, base, out, name, level, record, revision)
+    if target and (out / CONFIG).exists() and not has_card(out):
+        record = card_record(target) if has_card(target) else ADDED_CARD
+    info = write_model(sets, base, out, settings=record, **options)
     if record:
-        settings, alone = storage_settings(out), isinstance(base, NoBase)
-        figures = {"alone": alone, "revision": settings["revision"], "model_class": class_of(out)}
-        bases = [] if alone else [settings["base"]]
+        figures = {"alone": info is None, "revision": info and info.revision, "model_class": class_of(out)}
+        bases = [] if info is None else [info.name]
         library = "diffusers" if "_class_name" in read_config(out / CONFIG) else "transformers"
         write_card(out, "fm_delta", bases, "finetune", target=target, tags=["fm-delta"], library=library, **figures)
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from hf_ext.errors import CheckpointError
-from hf_ext.storage.config_file import CONFIG, FM_DELTA, read_config, remove_settings, storage_settings
+from hf_ext.storage.config_file import FM_DELTA, storage_settings
 from hf_ext.storage.delta.source import RestoredFile
-from hf_ext.storage.files import copy_entries, rewrite, scan
+from hf_ext.storage.files import scan
 from hf_ext.storage.hub import absolute, within
 from hf_ext.storage.layout import all_weights, models_in, shard_sets
 from hf_ext.storage.open import open_base, open_files
@@ -24,17 +24,11 @@ ADDED_CARD = {"card": "added"}  # in the `quantization_config` of a folder whose
 
 @dataclass(frozen=True)
 class Model:
-    """The weights of one model in a folder.
+    """The weights of one model in a folder."""
 
-    Attributes:
-        place: where the model lies in the folder: '', or the name of a component of a diffusers pipeline.
-        files: as they were before compression. Those of compressed weights decode tensors when they are read.
-        base: the base of compressed weights; `NoBase` if they have none or are plain.
-    """
-
-    place: str
-    files: Sequence[TensorFile]
-    base: TensorSource
+    place: str  # in the folder: '', or the name of a component of a diffusers pipeline
+    files: Sequence[TensorFile]  # as they were before compression; those of compressed weights decode tensors when read
+    base: TensorSource  # of compressed weights; `NoBase` if they have none or are plain
 
     @property
     def sets(self) -> list[list[TensorFile]]:
@@ -43,39 +37,31 @@ class Model:
         return [[file for file in self.files if file.path in paths] for paths in sets]
 
 
+@dataclass(frozen=True)
 class ModelFolder:
-    """The folder of a model or a diffusers pipeline.
+    """The folder of a model or a diffusers pipeline."""
 
-    Attributes:
-        path: the folder.
-        models: one model, or the components of the pipeline that have weights.
-    """
-
-    def __init__(self, path: Path, models: Sequence[Model]):
-        self.path, self.models = path, models
+    path: Path
+    models: Sequence[Model]  # one, or the components of the pipeline that have weights
 
     @classmethod
     def open_plain(cls, path: Path) -> ModelFolder:
-        """Opens a folder with plain weights.
-
-        Raises:
-            CheckpointError: there are none, or they are compressed.
-        """
+        """Opens a folder with plain weights. Raises CheckpointError if there are none, or they are compressed."""
         if not path.is_dir():
             raise CheckpointError(f"{path} is not a folder; give the folder of a saved model.")
-        return cls(path, [Model(place, _plain_files(path / place), NoBase()) for place in models_in(path)])
+        models = []
+        for place in models_in(path):
+            files = open_weights(path / place, variants=True)
+            if (kind := kind_of(file.metadata for file in files)) is not Kind.PLAIN:
+                raise CheckpointError(f"{path / place} {kind.value}{' Decompress it first.' * (kind is Kind.COMPRESSED)}")
+            models.append(Model(place, files, NoBase()))
+        return cls(path, models)
 
     @classmethod
     def open_compressed(cls, path: Path, base: str | os.PathLike | None = None) -> ModelFolder:
-        """Opens a compressed folder, or one compressed file. Checks all payloads.
-
-        Args:
-            base: folder or Hub id of the base, if it is no longer where config.json says.
-
-        Raises:
-            CheckpointError, CorruptFileError: there are no weights, or they are damaged or hold several models.
-            BaseModelError: the base is missing or is another model.
-        """
+        """Opens a compressed folder, or one compressed file, and checks all payloads. `base` is the folder or Hub id of the
+        base, if it is no longer where config.json says. Raises CheckpointError or CorruptFileError if there are no weights, or
+        they are damaged or hold several models, and BaseModelError if the base is missing or is another model."""
         models = []
         for place in compressed_in(path):
             files = open_files(path / place)
@@ -105,13 +91,6 @@ class ModelFolder:
 
         return [path for path in scan(self.path) if is_other(self.path / path)]
 
-    def restore_others(self, others: Iterable[Path], out: Path) -> None:
-        """Copies files of a compressed folder that hold no weights, as they were before the compression."""
-        copy_entries(self.path, others, out)
-        for config in (out / model.place / CONFIG for model in self.models):
-            read_config(config)  # raises if it is damaged
-            rewrite(config, remove_settings)
-
     def copy_modes(self, out: Path) -> None:
         """Copies the permissions of the weights to the files of the same names in `out`."""
         for file in self.files:
@@ -134,11 +113,3 @@ def card_record(folder: Path) -> dict[str, str]:
     """Returns `ADDED_CARD` if compression has added the model card of a folder, which is then not one of the original files;
     else an empty dict."""
     return ADDED_CARD if ADDED_CARD.items() <= storage_settings(folder).items() else {}
-
-
-def _plain_files(path: Path) -> list[SafetensorsFile]:
-    """Opens the plain weights of one model. See `ModelFolder.open_plain`."""
-    files = open_weights(path, variants=True)
-    if (kind := kind_of(file.metadata for file in files)) is not Kind.PLAIN:
-        raise CheckpointError(f"{path} {kind.value}{' Decompress it first.' * (kind is Kind.COMPRESSED)}")
-    return files

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from hf_ext.display import COLORS, PALE, label, legend, megabytes, new_figure, percent, save_figure, table
 from hf_ext.fm_delta.folder import compressed_in
-from hf_ext.fm_delta.sizes import Sizes
 from hf_ext.storage.delta.codec import stored_factors
 from hf_ext.storage.delta.file import CompressedFile
 from hf_ext.storage.delta.payload import STORED, Header
@@ -27,11 +27,9 @@ KINDS = {
 
 @dataclass(frozen=True)
 class TensorReport:
-    """One tensor; sizes are in bytes.
-
-    `how` is "delta" (predicted by the base), "resized" (its first rows are predicted), "alone" (coded without the base), or
-    "stored". `rank` is that of the low-rank part of the change, 0 where such a part would not have made the file smaller.
-    """
+    """One tensor; sizes are in bytes. `how` is "delta" (predicted by the base), "resized" (its first rows are predicted),
+    "alone" (coded without the base), or "stored". `rank` is that of the low-rank part of the change, 0 where such a part would
+    not have made the file smaller."""
 
     name: str
     kind: str
@@ -46,6 +44,23 @@ class TensorReport:
     @property
     def bits_per_parameter(self) -> float:
         return 8 * self.compressed_bytes / max(self.parameters, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Sizes of weights in bytes, before and after compression."""
+
+    original_bytes: int = 0
+    compressed_bytes: int = 0
+
+    @property
+    def ratio(self) -> float:
+        """Compressed size as a share of the original."""
+        return self.compressed_bytes / max(self.original_bytes, 1)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the report as JSON holds it."""
+        return asdict(self) | {"ratio": self.ratio}
 
 
 @dataclass(frozen=True)
@@ -84,7 +99,7 @@ class CheckpointReport(Sizes):
         ]
         return table(
             ("kind", "parameters", "bits/parameter", "size", "of original"),
-            [*rows, ("all", f"{self._parameters():,}", *_sizes(self.tensors))],
+            [*rows, ("all", f"{sum(t.parameters for t in self.tensors):,}", *_sizes(self.tensors))],
         )
 
     def plot(self, path: str | os.PathLike) -> None:
@@ -110,9 +125,6 @@ class CheckpointReport(Sizes):
         label(axes, f"Size of each layer: {self.sizes()}", "layer", "MB")
         legend(axes, outside=True)
         save_figure(figure, path)
-
-    def _parameters(self) -> int:
-        return sum(t.parameters for t in self.tensors)
 
     def _groups(self, key: Callable[[TensorReport], str]) -> dict[str, list[TensorReport]]:
         groups: dict[str, list[TensorReport]] = {}

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 from hf_ext.fm_delta.folder import ModelFolder, card_record
 from hf_ext.integration.cards import CARD
 from hf_ext.storage.checkpoint import holds_weights
-from hf_ext.storage.files import require_another_folder, scan, staged_folder
+from hf_ext.storage.config_file import CONFIG, read_config, remove_settings
+from hf_ext.storage.delta.source import decode_all
+from hf_ext.storage.files import copy_entries, require_another_folder, rewrite, scan, staged_folder
 from hf_ext.storage.guards import require_new
 from hf_ext.storage.hub import local_copy
 from hf_ext.storage.open import open_files
 from hf_ext.storage.plain_writer import write_files
-from hf_ext.storage.prefetch import Prefetcher, progress
-from hf_ext.storage.safetensors_file import TensorFile
 
 
 def decompress_checkpoint(
@@ -41,14 +40,16 @@ def decompress_checkpoint(
     require_another_folder(out, [path, *(file for model in folder.models for file in model.base.paths)])
 
     def is_restored() -> bool:
-        def holds(place: str) -> bool:
-            return any(holds_weights(out / place, file.fingerprint) for file in open_files(path / place))
-
-        return all(holds(model.place) for model in folder.models)
+        opened = [(out / model.place, open_files(path / model.place)) for model in folder.models]
+        return all(any(holds_weights(place, file.fingerprint) for file in files) for place, files in opened)
 
     with staged_folder(out, overwrite=overwrite or is_restored) as stage:
         if path.is_dir():
-            folder.restore_others(_others(folder, out), stage)
+            cards = [Path(model.place, CARD) for model in folder.models if card_record(path / model.place)]  # that were added
+            copy_entries(path, [entry for entry in folder.others(out) if entry not in cards], stage)
+            for config in (stage / model.place / CONFIG for model in folder.models):
+                read_config(config)  # raises if it is damaged
+                rewrite(config, remove_settings)
         if not overwrite:
             require_new(scan(stage), stage, out)
         for model in folder.models:
@@ -70,23 +71,3 @@ def verify(src: str | os.PathLike, base: str | os.PathLike | None = None) -> int
         CorruptFileError, BaseModelError: names the first tensor that differs from the saved one.
     """
     return decode_all(ModelFolder.open_compressed(local_copy(src), base).files)
-
-
-def decode_all(files: Sequence[TensorFile]) -> int:
-    """Decodes every tensor of compressed files, some ahead on all cores. Returns their number.
-
-    Raises:
-        CorruptFileError, BaseModelError: names the first tensor that differs from the saved one.
-    """
-    count = sum(len(file.entries) for file in files)
-    with progress("Verifying", count) as bar:
-        for file in files:
-            for _ in Prefetcher(file.__getitem__, {name: entry.nbytes for name, entry in file.entries.items()}):
-                bar.update()
-    return count
-
-
-def _others(folder: ModelFolder, out: Path) -> list[Path]:
-    """Returns everything in a compressed folder except its weights and what was added by compressing."""
-    cards = [Path(model.place, CARD) for model in folder.models if card_record(folder.path / model.place)]
-    return [path for path in folder.others(out) if path not in cards]

@@ -22,7 +22,7 @@ from hf_ext.integration.save_hooks import PushToHub, Saving, is_diffusers_model
 from hf_ext.storage.config_file import is_merge, quantization_of
 from hf_ext.storage.delta.codec import decode_raw
 from hf_ext.storage.delta.payload import is_payload, read_header
-from hf_ext.storage.delta.source import base_tensor
+from hf_ext.storage.delta.source import read_base
 from hf_ext.storage.files import require_another_folder, staged_folder
 from hf_ext.storage.hub import absolute
 from hf_ext.storage.layout import all_weights
@@ -73,10 +73,7 @@ def enable(model: Model, base: str | os.PathLike, revision: str | None = None) -
 
 
 def attach(
-    model: Any,
-    base: str | os.PathLike,
-    revision: str | None,
-    saving_for: Callable[[TensorSource], CompressedSaving],
+    model: Any, base: str | os.PathLike, revision: str | None, saving_for: Callable[[TensorSource], CompressedSaving]
 ) -> None:
     """Replaces `save_pretrained` of a model by the saving that `saving_for` makes for the opened base, and lets
     `load_state_dict` read what it saves. See `enable`."""
@@ -140,7 +137,7 @@ class CompressedSaving(Saving):
                 if path not in weights:
                     path.rename(stage / path.name)
             if weights:  # of a model with a PEFT adapter, Transformers saves only the adapter
-                write_with_card(ModelFolder.open_plain(plain).models[0].sets, base, stage, target=folder)
+                write_with_card(ModelFolder.open_plain(plain).models[0].sets, base, stage, folder)
                 names += [CARD] if has_card(stage) else []
             for path in weights:
                 path.unlink()
@@ -162,5 +159,5 @@ class CompressedSaving(Saving):
                 data = value.reshape(-1).cpu().numpy()
                 header = read_header(data, key.removeprefix(prefix))
                 base = base or open_checkpoint(self.base, self.revision)
-                twin = base_tensor(base, header.base_name)
-                state_dict[key] = decode_raw(data, twin, header, torch.get_num_threads()).to_torch()
+                base_tensor = read_base(base, header.base_name)
+                state_dict[key] = decode_raw(data, base_tensor, header, torch.get_num_threads()).to_torch()

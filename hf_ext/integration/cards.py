@@ -100,10 +100,8 @@ def metadata_of(model: str | os.PathLike) -> dict[str, Any]:
 
 
 def name_in_text(name: str | os.PathLike) -> str:
-    """Returns the name of a model for the text of a card: its Hub id, or its folder's name without the path.
-
-    Leaves out characters of a folder's name that have a meaning in Markdown or Python: a stranger may have written the name.
-    """
+    """Returns the name of a model for the text of a card: its Hub id, or its folder's name without the path. Leaves out
+    characters of a folder's name that have a meaning in Markdown or Python: a stranger may have written the name."""
     return f"`{hub_id(name) or UNSAFE.sub('', os.path.basename(os.path.normpath(name)))}`"
 
 

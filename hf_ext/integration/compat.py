@@ -35,11 +35,8 @@ HOST_CHANGED = (AttributeError, ImportError, TypeError)
 
 @contextmanager
 def host_internals(feature: str, advice: str) -> Iterator[None]:
-    """Turns the errors of changed internals into one that names the feature and the version.
-
-    Raises:
-        CheckpointError: the block raised one of HOST_CHANGED.
-    """
+    """Turns the errors of changed internals into one that names the feature and the version. Raises CheckpointError if the
+    block raised one of HOST_CHANGED."""
     try:
         yield
     except HOST_CHANGED as error:
@@ -271,13 +268,8 @@ def add_peft_type(name: str) -> None:
 
 
 def require_methods(kind: type, *names: str) -> None:
-    """Checks that a class of PEFT has the methods that a subclass replaces.
-
-    For: PiSSA. PEFT would never call a method under an old name, and save an adapter in another form than its config says.
-
-    Raises:
-        MissingDependencyError: it lacks one.
-    """
+    """Checks that a class of PEFT has the methods that a subclass replaces. Raises MissingDependencyError if it lacks one. For:
+    PiSSA. PEFT would never call a method under an old name, and save an adapter in another form than its config says."""
     if lost := [name for name in names if not hasattr(kind, name)]:
         version = versions.installed("peft")
         raise MissingDependencyError(
@@ -423,12 +415,9 @@ def zero3_dtype() -> torch.dtype | None:
 
 
 def partition_by_zero3(model: PreTrainedModel) -> None:
-    """Lets DeepSpeed ZeRO-3, if it is enabled, partition the weights of a loaded model.
-
-    Transformers does so for a plain checkpoint before it loads, but never for one with a quantizer. `deepspeed.initialize`
-    would move the whole model to the GPU first.
-
-    Names: `deepspeed.zero.Init`, Transformers' `deepspeed_config`. For: loading."""
+    """Lets DeepSpeed ZeRO-3, if it is enabled, partition the weights of a loaded model. Transformers does so for a plain
+    checkpoint before it loads, but never for one with a quantizer. `deepspeed.initialize` would move the whole model to the GPU
+    first. Names: `deepspeed.zero.Init`, Transformers' `deepspeed_config`. For: loading."""
     if (dtype := zero3_dtype()) is not None:
         import deepspeed
         from transformers.integrations import deepspeed_config

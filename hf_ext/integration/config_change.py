@@ -32,20 +32,13 @@ def plain(path: str) -> str:
 
 
 class ConfigChange(NamedTuple):
-    """The differences between two models, apart from their weights.
+    """The differences between two models, apart from their weights."""
 
-    Attributes:
-        before, after: the configurations, one object if they are equal.
-        shapes: the shapes of the second model's tensors, if its modules have other sizes.
-        sizes: attributes of modules that hold sizes (out_features, num_labels), as path, attribute and new value.
-        generation: the second model's generation settings, if they differ.
-    """
-
-    before: PretrainedConfig
-    after: PretrainedConfig
-    shapes: dict[str, torch.Size] | None
-    sizes: list[tuple[str, str, Any]]
-    generation: GenerationConfig | None
+    before: PretrainedConfig  # the configuration
+    after: PretrainedConfig  # the other one, the same object if they are equal
+    shapes: dict[str, torch.Size] | None  # of the second model's tensors, if its modules have other sizes
+    sizes: list[tuple[str, str, Any]]  # attributes of modules (out_features, num_labels), as path, attribute and new value
+    generation: GenerationConfig | None  # the second model's generation settings, if they differ
 
     def apply(self, model: PreTrainedModel) -> None:
         """Updates a model's configuration, and the attributes that its modules took from it."""
@@ -76,11 +69,8 @@ def difference(first: dict, second: dict) -> tuple[str, Any, Any] | None:
 def change_between(
     model: PreTrainedModel, configs: tuple[dict, dict], generation: tuple[dict | None, dict | None]
 ) -> ConfigChange:
-    """Returns the change from one config.json and its generation settings, if it has any, to another.
-
-    Raises:
-        CheckpointError: modules of the two models cannot become each other, or the generation settings are invalid.
-    """
+    """Returns the change from one config.json and its generation settings, if it has any, to another. Raises CheckpointError if
+    modules of the two models cannot become each other, or the generation settings are invalid."""
     kind = type(model.config)
     before = after = compat.config_of(kind, configs[0])
     shapes, sizes, settings = None, [], None

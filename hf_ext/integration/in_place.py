@@ -33,11 +33,8 @@ def lock_of(model: torch.nn.Module) -> RLock:
 
 
 def require_model(model: object, function: str, advice: str) -> PreTrainedModel:
-    """Returns the model. Raises CheckpointError, naming the function, unless it is one of Transformers.
-
-    Args:
-        advice: for a model that holds a PreTrainedModel.
-    """
+    """Returns the model. Raises CheckpointError, naming the function, unless it is one of Transformers. `advice` is for a model
+    that holds a PreTrainedModel."""
     if not isinstance(model, PreTrainedModel):
         raise CheckpointError(f"{function} takes a Transformers PreTrainedModel, not a {type(model).__name__}. {advice}")
     forget_encoding(model.config)  # of a model that was made from the config.json of a compressed checkpoint
@@ -45,12 +42,8 @@ def require_model(model: object, function: str, advice: str) -> PreTrainedModel:
 
 
 def require_plain(model: object, function: str, advice: str, purpose: str) -> None:
-    """Raises CheckpointError, naming the function, unless this is a Transformers model with plain weights.
-
-    Args:
-        advice: for a model that holds a PreTrainedModel.
-        purpose: the reason why the weights must be plain, as in "can be switched".
-    """
+    """Raises CheckpointError, naming the function, unless this is a Transformers model with plain weights. `advice` is for a
+    model that holds a PreTrainedModel; `purpose` completes "only plain weights"."""
     config = require_model(model, function, advice).config
     if getattr(model, "hf_quantizer", None) is not None or getattr(config, "quantization_config", None) is not None:
         raise CheckpointError(f"This model is quantized; only plain weights {purpose}.")
@@ -84,13 +77,8 @@ class LiveWeights:
 
     def require_all(self, source: TensorSource, shapes: Mapping[str, Sequence[int]] | None) -> None:
         """Checks that a source has tensors for each weight, of the right shape, and equal ones for the names of one weight.
-
-        Args:
-            shapes: the shapes that the weights are to have, if they are not those that they have.
-
-        Raises:
-            CheckpointError: names the first weight for which that is not so.
-        """
+        Raises CheckpointError, which names the first weight for which that is not so. `shapes` are those that the weights are
+        to have, if not those that they have."""
         advice = "Load the checkpoint with from_pretrained."
         shapes = shapes or {name: weight.shape for name, weight in self.tensors.items()}
         loaded_of: dict[str, Loaded] = {}
@@ -147,11 +135,8 @@ class LiveWeights:
         return None
 
     def overwrite(self, source: TensorSource) -> None:
-        """Replaces all weights by the tensors of a source, which are decoded into the weights' memory where possible.
-
-        Raises:
-            HfExtError: a tensor cannot be read. The error says that the model is now a mix.
-        """
+        """Replaces all weights by the tensors of a source, which are decoded into the weights' memory where possible. Raises
+        HfExtError if a tensor cannot be read. The error says that the model is now a mix."""
         sizes = {str(i): sum(source.entry(name).nbytes for name in loaded.all_names()) for i, loaded in enumerate(self.plan)}
         written, done = Prefetcher(lambda i: self.write(self.plan[int(i)], source), sizes), 0
         try:
@@ -203,10 +188,8 @@ class LiveWeights:
             self.tensors |= {other: new for other, value in self.tensors.items() if value is weight}
 
     def copies(self) -> dict[str, str]:
-        """Returns the weights that have no tensors of their own, each with the one that it is to equal.
-
-        The model ties these two, but they are not one in memory: parts of a model on several devices, for instance.
-        """
+        """Returns the weights that have no tensors of their own, each with the one that it is to equal. The model ties these
+        two, but they are not one in memory: parts of a model on several devices, for instance."""
         complete = {loaded.target for loaded in self.plan}
         ties, copies = [*self.model.all_tied_weights_keys.items()], {}
         for name, origin in [*((origin, name) for name, origin in ties), *ties]:

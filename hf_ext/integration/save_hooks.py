@@ -65,36 +65,35 @@ class Saving(ABC):
         type(self.model).save_pretrained(self.model, folder, **kwargs)
 
     def push(
-        self,
-        folder: Path,
-        names: list[str],
-        token: str | bool | None = None,
-        repo_id: str | None = None,
-        private: bool | None = None,
-        revision: str | None = None,
-        create_pr: bool = False,
-        tags: Iterable[str] = (),
-        **options: Any,
+        self, folder: Path, names: list[str], repo_id: str | None = None, tags: Iterable[str] = (), **options: Any
     ) -> CommitInfo:
-        """Uploads the files of this save, as `save_pretrained(push_to_hub=True)` does, once all exist. A card that is in the
-        repository stays."""
-        api = HfApi(token=token)
-        repo_id = api.create_repo(repo_id or folder.name, private=private, exist_ok=True).repo_id
-        if revision is not None and not create_pr:
-            api.create_branch(repo_id, branch=revision, exist_ok=True)
+        """Uploads the files of this save, as `save_pretrained(push_to_hub=True)` does, once all exist. The options are those of
+        `upload`."""
         tags = [*(getattr(self.model, "model_tags", None) or []), *tags]
         if tags and CARD in names:
             add_tags(folder, tags)
-        card = [] if api.file_exists(repo_id, CARD, revision=revision) else [CARD]
         options.setdefault("commit_message", "Upload model")
-        return api.upload_folder(
-            repo_id=repo_id,
-            folder_path=folder,
-            allow_patterns=[*({*names} - {CARD}), *card],
-            revision=revision,
-            create_pr=create_pr,
-            **options,
-        )
+        return upload(folder, repo_id or folder.name, allow_patterns=[*names, CARD], **options)
+
+
+def upload(
+    folder: Path,
+    repo_id: str,
+    private: bool | None = None,
+    token: bool | str | None = None,
+    revision: str | None = None,
+    create_pr: bool = False,
+    **options: Any,
+) -> CommitInfo:
+    """Uploads a folder to a repository on the Hub, which is created if it does not exist. A card that is in it stays. The
+    options are further arguments of `HfApi.upload_folder`."""
+    api = HfApi(token=token)
+    repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+    if revision is not None and not create_pr:
+        api.create_branch(repo_id, branch=revision, exist_ok=True)
+    ignored = [CARD] if api.file_exists(repo_id, CARD, revision=revision) else None
+    options |= {"repo_id": repo_id, "revision": revision, "create_pr": create_pr, "ignore_patterns": ignored}
+    return api.upload_folder(folder_path=folder, **options)
 
 
 class PushToHub:

@@ -20,11 +20,7 @@ TESTED = "tested up to "  # in the comment of a line of requirements.txt
 @cache
 def check() -> None:
     """Compares the installed packages with requirements.txt, once per process. A missing package is not an error here: storage
-    needs neither Transformers nor PEFT.
-
-    Raises:
-        ImportError: a package is too old.
-    """
+    needs neither Transformers nor PEFT. Raises ImportError if a package is too old."""
     too_old, untested = {}, []
     for name, (need, tested) in requirements().items():
         version = installed(name)
@@ -55,18 +51,13 @@ def requirements() -> dict[str, tuple[str, str | None]]:
 def is_untested(package: str) -> bool:
     """Checks whether the installed version of a package is newer than the newest tested one."""
     version, tested = installed(package), requirements()[package][1]
-    return version is not None and tested is not None and _is_newer(version, tested)
+    release = version and _release(version)
+    return bool(release and tested and release > Version(tested))
 
 
 def require(feature: str, *needs: str, advice: str = "") -> None:
-    """Checks the versions that one feature needs, where it needs newer ones than the package as a whole.
-
-    Args:
-        advice: another way to the goal, for the error.
-
-    Raises:
-        ImportError: a package is missing or too old.
-    """
+    """Checks the versions that one feature needs, where it needs newer ones than the package as a whole. Raises ImportError if
+    a package is missing or too old. `advice` is another way to the goal, for the error."""
     lacking = {}
     for need in needs:
         requirement = Requirement(need)
@@ -89,11 +80,6 @@ def _is_older(version: str, requirement: Requirement) -> bool:
     release = _release(version)
     lower = SpecifierSet(",".join(str(spec) for spec in requirement.specifier if spec.operator == ">="))
     return release is not None and not lower.contains(release, prereleases=True)
-
-
-def _is_newer(version: str, tested: str) -> bool:
-    release = _release(version)
-    return release is not None and release > Version(tested)
 
 
 def _release(version: str) -> Version | None:

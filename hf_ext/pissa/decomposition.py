@@ -14,11 +14,7 @@ SAME_WEIGHT = 0.5
 
 
 def principal_components(
-    weight: torch.Tensor,
-    rank: int,
-    niter: int | None = 3,
-    seed: int = 0,
-    similar: Components | None = None,
+    weight: torch.Tensor, rank: int, niter: int | None = 3, seed: int = 0, similar: Components | None = None
 ) -> Components:
     """Computes the largest singular components of a matrix on its device: `rank` or somewhat more, or all that are not zero.
 
@@ -80,10 +76,8 @@ def share_of_energy(B: torch.Tensor, A: torch.Tensor, scaling: float, weight: to
 
 
 def is_of(B: torch.Tensor, A: torch.Tensor, scaling: float, weight: torch.Tensor) -> bool:
-    """Tells whether factors of `initial_factors` belong to this weight.
-
-    Then Bᵀ W = scaling · diag(|A's rows|²) A, up to a relative difference of SAME_WEIGHT in Frobenius norm.
-    """
+    """Tells whether factors of `initial_factors` belong to this weight. Then Bᵀ W = scaling · diag(|A's rows|²) A, up to a
+    relative difference of SAME_WEIGHT in Frobenius norm."""
     projected = B.mT.to(weight.dtype) @ weight
     A = A.to(weight.dtype)
     expected = scaling * A.square().sum(-1, keepdim=True) * A

@@ -61,10 +61,8 @@ class PissaEmbedding(PissaLayer, Embedding):
 
 
 class _PissaConv(PissaLayer):
-    """The layer for a convolution. PiSSA decomposes its weight (m, channels, …) as the matrix (m, channels · kernel size).
-
-    A is a convolution with r output channels, and B one with a kernel of size 1, as in PEFT.
-    """
+    """The layer for a convolution. PiSSA decomposes its weight (m, channels, …) as the matrix (m, channels · kernel size). A is
+    a convolution with r output channels, and B one with a kernel of size 1, as in PEFT."""
 
     @property
     def trailing(self) -> int:  # type: ignore[override]

@@ -23,11 +23,8 @@ from hf_ext.pissa.decomposition import initial_factors, is_of, principal_compone
 
 
 class PissaVariant(LoraVariant):
-    """A PiSSA adapter's part in a layer, in PEFT's terms; `module` is a `PissaLayer`.
-
-    Args:
-        dora: PEFT's own variant of the layer for `use_dora=True`, which also merges. None without DoRA.
-    """
+    """A PiSSA adapter's part in a layer, in PEFT's terms; `module` is a `PissaLayer`. `dora` is PEFT's own variant of the layer
+    for `use_dora=True`, which also merges; None without DoRA."""
 
     def __init__(self, dora: LoraVariant | None):
         self.dora = dora
@@ -70,9 +67,7 @@ class PissaVariant(LoraVariant):
 
 class Frozen(nn.Module):
     """A₀ or B₀ of an adapter, never trained. Its name contains `.ADAPTER.`, by which TRL copies an adapter to its reference.
-
-    DDP synchronizes buffers at every forward, and FSDP 2 does not shard them. Both treat parameters as they treat A and B.
-    """
+    DDP synchronizes buffers at every forward, and FSDP 2 does not shard them. Both treat parameters as they treat A and B."""
 
     def __init__(self, factor: torch.Tensor):
         super().__init__()
@@ -113,10 +108,7 @@ class PissaLayer(LoraLayer):
     @torch.no_grad()
     def start(self, adapter: str, config: PissaConfig) -> None:
         """Sets A, B, A₀ and B₀: to the principal components, or A₀ and B₀ to zero if the adapter's weights are loaded later.
-
-        Raises:
-            AdapterError: the layer's weight cannot be decomposed.
-        """
+        Raises AdapterError if the layer's weight cannot be decomposed."""
         A, B = self.factors(adapter)
         if config.decomposes and is_offloaded(self.get_base_layer()):
             raise AdapterError(
@@ -150,11 +142,8 @@ class PissaLayer(LoraLayer):
         return f"lora_A.{adapter}.weight", f"lora_B.{adapter}.weight"
 
     def stacked(self, adapter: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns [A − A₀; A₀], (2r, n), and [B, B − B₀], (m, 2r), whose product is B A − B₀ A₀.
-
-        Raises:
-            AdapterError: hotswapping replaced A and B by factors of another rank.
-        """
+        """Returns [A − A₀; A₀], (2r, n), and [B, B − B₀], (m, 2r), whose product is B A − B₀ A₀. Raises AdapterError if
+        hotswapping replaced A and B by factors of another rank."""
         (A, B), A0, B0 = self.factors(adapter), self.initial_A[adapter].weight, self.initial_B[adapter].weight
         if A.shape != A0.shape:
             raise AdapterError(
@@ -175,18 +164,12 @@ class PissaLayer(LoraLayer):
 
     @abstractmethod
     def matrix(self) -> torch.Tensor:
-        """Returns the weight as the (m, n) matrix that PiSSA decomposes, float32.
-
-        Raises:
-            AdapterError: the weight does not consist of floats, or is not in this process.
-        """
+        """Returns the weight as the (m, n) matrix that PiSSA decomposes, float32. Raises AdapterError if the weight does not
+        consist of floats, or is not in this process."""
 
     def base_weight(self) -> torch.Tensor:
-        """Returns the base layer's weight, after checking that it is there and consists of floats.
-
-        Raises:
-            AdapterError: it is not.
-        """
+        """Returns the base layer's weight, after checking that it is there and consists of floats. Raises AdapterError if it is
+        not."""
         layer = self.get_base_layer()
         weight = layer.weight.detach()
         if is_quantized(layer.weight):
@@ -227,11 +210,8 @@ class PissaLayer(LoraLayer):
         return False
 
     def check_start(self, adapter: str, A0: torch.Tensor, B0: torch.Tensor) -> None:
-        """Checks A₀ and B₀ of a saved adapter.
-
-        Raises:
-            BaseModelError: they are not principal components of this layer's weight.
-        """
+        """Checks A₀ and B₀ of a saved adapter. Raises BaseModelError if they are not principal components of this layer's
+        weight."""
         layer = self.get_base_layer()
         A0, B0 = (factor.to(layer.weight.device).flatten(1) for factor in (A0, B0))
         if A0.device.type != "meta" and not is_of(B0, A0, self.start_scaling(adapter), whole(self.matrix())):

@@ -32,10 +32,8 @@ require_methods(
 
 
 class PissaModel(LoraModel):
-    """The tuner behind `get_peft_model(model, PissaConfig(…))`.
-
-    It adds A₀ and B₀ to PEFT's LoRA, and saves all factors as one LoRA of rank 2r (see state.py).
-    """
+    """The tuner behind `get_peft_model(model, PissaConfig(…))`. It adds A₀ and B₀ to PEFT's LoRA, and saves all factors as one
+    LoRA of rank 2r (see state.py)."""
 
     tuner_layer_cls = PissaLayer
     is_quantized = False
@@ -76,11 +74,7 @@ class PissaModel(LoraModel):
     @staticmethod
     def _leave_out_what_does_not_load(model: nn.Module, config: PissaConfig) -> None:
         """Removes the layers from "all-linear" whose saved factors PEFT would not load: it takes names in mixtures of experts
-        for those of older checkpoints.
-
-        Raises:
-            AdapterError: one of them is named in `target_modules`.
-        """
+        for those of older checkpoints. Raises AdapterError if one of them is named in `target_modules`."""
         targets, loaded = targets_that_load(model, config.to_lora_config())
         if not (lost := targets - loaded):
             return
@@ -109,16 +103,7 @@ class PissaModel(LoraModel):
                 layer.lora_magnitude_vector[adapter].weight.data.copy_(layer.norm(adapter))
         return layers
 
-    def _create_and_replace(
-        self,
-        config: PissaConfig,
-        adapter_name: str,
-        target: nn.Module,
-        target_name: str,
-        parent: nn.Module,
-        current_key: str,
-        **kwargs: Any,
-    ) -> None:
+    def _create_and_replace(self, config, adapter_name, target, target_name, parent, current_key, **kwargs) -> None:
         if isinstance(target, BaseTunerLayer) and not isinstance(target, PissaLayer):
             raise AdapterError(
                 f"{current_key} already has an adapter of another type. Call unload() or merge_and_unload() first."

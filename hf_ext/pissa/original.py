@@ -21,13 +21,8 @@ ADVICE = "Name a folder or Hub id that holds the base's original weights: QPissa
 
 
 class OriginalModel:
-    """The model whose checkpoint has the full-precision weights of a quantized model.
-
-    Args:
-        name: folder or Hub id; empty if unknown.
-        revision: commit on the Hub.
-        model: the quantized model.
-    """
+    """The model whose checkpoint has the full-precision weights of a quantized one. Its name, a folder or Hub id, is empty if
+    unknown; `revision` is the commit on the Hub."""
 
     def __init__(self, name: str, revision: str | None, model: nn.Module):
         self.name, self.revision = name, revision
@@ -36,11 +31,7 @@ class OriginalModel:
 
     @cached_property
     def checkpoint(self) -> TensorSource:
-        """The open checkpoint.
-
-        Raises:
-            BaseModelError: it cannot be read.
-        """
+        """The open checkpoint. Raises BaseModelError if it cannot be read."""
         if not self.name:
             raise BaseModelError(f"The model has no name, so its original weights cannot be read. {ADVICE}")
         try:
@@ -69,25 +60,16 @@ class OriginalModel:
 
 @dataclass(frozen=True)
 class OriginalWeight:
-    """One weight of an original model.
-
-    Attributes:
-        layer: the module's name in the model.
-        shape: (out_features, in_features).
-        transposed: the checkpoint has it as (in_features, out_features), as Conv1D does.
-    """
+    """One weight of an original model."""
 
     model: OriginalModel
-    layer: str
-    shape: tuple[int, int]
-    transposed: bool
+    layer: str  # the module's name in the model
+    shape: tuple[int, int]  # (out_features, in_features)
+    transposed: bool  # the checkpoint has it as (in_features, out_features), as Conv1D does
 
     def read(self, device: torch.device) -> torch.Tensor:
-        """Reads the weight, (out_features, in_features), float32, and nothing else of the checkpoint.
-
-        Raises:
-            BaseModelError: the checkpoint has no float weight of that name and shape.
-        """
+        """Reads the weight, (out_features, in_features), float32, and nothing else of the checkpoint. Raises BaseModelError if
+        the checkpoint has no float weight of that name and shape."""
         checkpoint = self.model.checkpoint
         name = self.model.name_of(f"{self.layer}.weight")
         if name is None:

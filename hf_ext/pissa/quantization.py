@@ -19,21 +19,13 @@ WARM_ITERATIONS = 1  # rounds of subspace iteration that start from the componen
 
 @dataclass(frozen=True)
 class Quantization:
-    """The format in which bitsandbytes stores a 4-bit weight.
+    """The format in which bitsandbytes stores a 4-bit weight."""
 
-    Attributes:
-        quant_type: "nf4" or "fp4", blockwise.
-        double: whether the blocks' scales are quantized too.
-        storage: dtype in which the 4-bit codes are packed.
-        blocksize: number of weights that share a scale.
-        dtype: dtype of the dequantized weight.
-    """
-
-    quant_type: str = "nf4"
-    double: bool = True
-    storage: torch.dtype = torch.uint8
-    blocksize: int = 64
-    dtype: torch.dtype = torch.float32
+    quant_type: str = "nf4"  # "nf4" or "fp4", blockwise
+    double: bool = True  # the blocks' scales are quantized too
+    storage: torch.dtype = torch.uint8  # in which the 4-bit codes are packed
+    blocksize: int = 64  # number of weights that share a scale
+    dtype: torch.dtype = torch.float32  # of the dequantized weight
 
     @classmethod
     def of(cls, layer: Any) -> Quantization:
@@ -45,28 +37,15 @@ class Quantization:
 
     def quantize(self, weight: torch.Tensor) -> QuantizedWeight:
         """Quantizes a weight (out_features, in_features) of any float type. The result is on the same device."""
-        parameter = (
-            bitsandbytes()
-            .nn.Params4bit(
-                weight.contiguous(),
-                requires_grad=False,
-                blocksize=self.blocksize,
-                compress_statistics=self.double,
-                quant_type=self.quant_type,
-                quant_storage=self.storage,
-            )
-            .to(weight.device)
-        )
+        options: dict[str, Any] = {"blocksize": self.blocksize, "compress_statistics": self.double, "requires_grad": False}
+        options |= {"quant_type": self.quant_type, "quant_storage": self.storage}
+        parameter = bitsandbytes().nn.Params4bit(weight.contiguous(), **options).to(weight.device)
         parameter.quant_state.dtype = self.dtype
         return parameter
 
 
 def bitsandbytes() -> Any:
-    """Imports bitsandbytes.
-
-    Raises:
-        HfExtError: it is not installed.
-    """
+    """Imports bitsandbytes. Raises HfExtError if it is not installed."""
     try:
         import bitsandbytes
     except ImportError as error:
@@ -87,25 +66,16 @@ def dequantize(parameter: QuantizedWeight) -> torch.Tensor:
 
 def residual(weight: torch.Tensor, B: torch.Tensor, A: torch.Tensor, scaling: float) -> torch.Tensor:
     """Returns W − scaling · B A, float32. It is computed in float64: the number of threads does not change the result."""
-    return torch.cat(
-        [
-            (rows.double() - scaling * (left.double() @ A.double())).float()
-            for rows, left in zip(weight.split(ROWS), B.split(ROWS))
-        ]
-    )
+    parts = zip(weight.split(ROWS), B.split(ROWS))
+    return torch.cat([(rows.double() - scaling * (left.double() @ A.double())).float() for rows, left in parts])
 
 
 class QuantizedResidual(NamedTuple):
-    """A weight as W ≈ dequantized(quantized) + scaling · B A.
+    """A weight as W ≈ dequantized(quantized) + scaling · B A."""
 
-    Attributes:
-        B, A: the adapter at the start of training, (m, r) and (r, n).
-        quantized: W − scaling · B A as bitsandbytes' parameter.
-    """
-
-    B: torch.Tensor
-    A: torch.Tensor
-    quantized: QuantizedWeight
+    B: torch.Tensor  # the adapter at the start of training, (m, r)
+    A: torch.Tensor  # (r, n)
+    quantized: QuantizedWeight  # W − scaling · B A as bitsandbytes' parameter
 
 
 def quantized_residual(

@@ -37,14 +37,8 @@ SAMPLE = 1 << 16  # number of weights whose codes are compared: whole rows, of a
 
 
 class ResidualLinear(nn.Module):
-    """A layer that computes quantized(W − s B₀ A₀) x + s B₀ A₀ x (+ bias), from which QPiSSA's training starts.
-
-    Until `set`, it computes the same as the 4-bit layer that it wraps.
-
-    Args:
-        layer: bitsandbytes' Linear4bit, whose weight becomes the residual.
-        original: W.
-    """
+    """A layer that computes quantized(W − s B₀ A₀) x + s B₀ A₀ x (+ bias), from which QPiSSA's training starts. Until `set`, it
+    computes the same as bitsandbytes' Linear4bit that it wraps, whose weight becomes the residual. `original` is W."""
 
     # A₀ and B₀, and behind them the factors of merged adapters.
     A: nn.Parameter | None
@@ -76,11 +70,8 @@ class ResidualLinear(nn.Module):
         return self.layer.compute_dtype or self.quantization.dtype
 
     def full_precision(self) -> torch.Tensor:
-        """Returns W, (out_features, in_features), float32.
-
-        Raises:
-            BaseModelError: the checkpoint lacks W, or the layer was not quantized from the checkpoint's W.
-        """
+        """Returns W, (out_features, in_features), float32. Raises BaseModelError if the checkpoint lacks W, or the layer was
+        not quantized from the checkpoint's W."""
         weight = self.original.read(self.weight.device)
         codes, rows = self.weight.data.view(torch.uint8), slice(None)
         if weight.shape[1] % self.quantization.blocksize == 0:  # then each row has codes of its own
@@ -112,11 +103,7 @@ class ResidualLinear(nn.Module):
         self.B = nn.Parameter(B.contiguous(), requires_grad=False)
 
     def factors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns A and B.
-
-        Raises:
-            HfExtError: the adapter's weights have not been loaded yet.
-        """
+        """Returns A and B. Raises HfExtError if the adapter's weights have not been loaded yet."""
         if self.A is None or self.B is None:
             raise HfExtError(f"{self.original.layer} has no quantized residual yet: load the adapter's weights first.")
         return self.A, self.B
@@ -177,11 +164,8 @@ class QPissaLinear(PissaLinear):
         return A[:rank], B[:, :rank]
 
     def check_start(self, adapter: str, A0: torch.Tensor, B0: torch.Tensor) -> None:
-        """Sets the residual that a saved adapter was trained on, or checks that the layer has it.
-
-        Raises:
-            BaseModelError: the base's weight is another one, or cannot be read.
-        """
+        """Sets the residual that a saved adapter was trained on, or checks that the layer has it. Raises BaseModelError if the
+        base's weight is another one, or cannot be read."""
         base, scaling = self.base_layer, self.start_scaling(adapter)
         A0, B0 = A0.to(base.weight.device), B0.to(base.weight.device)
         if base.B is None:
@@ -233,11 +217,8 @@ class QPissaModel(PissaModel):
     is_quantized = True
 
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        """Adds an adapter, and records the base's 4-bit format in its configuration.
-
-        Raises:
-            BaseModelError: the adapter was trained on another format.
-        """
+        """Adds an adapter, and records the base's 4-bit format in its configuration. Raises BaseModelError if the adapter was
+        trained on another format."""
         config, kind = self.peft_config[adapter_name], bitsandbytes().nn.Linear4bit
         format = " and ".join(sorted({format_of(module.weight) for module in model.modules() if isinstance(module, kind)}))
         if format and config.quantization not in (format, None) and not config.decomposes:

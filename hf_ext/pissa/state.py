@@ -13,11 +13,8 @@ from hf_ext.errors import AdapterError
 
 
 def stack(state: dict[str, torch.Tensor], adapter: str, is_quantized: bool = False) -> dict[str, torch.Tensor]:
-    """Returns an adapter's tensors with the factors that are saved in the place of A, B, A₀ and B₀.
-
-    Raises:
-        AdapterError: the factors are shards.
-    """
+    """Returns an adapter's tensors with the factors that are saved in the place of A, B, A₀ and B₀. Raises AdapterError if the
+    factors are shards."""
     saved = dict(state)
     for start in [key for key in state if key.endswith(f"initial_A.{adapter}.weight")]:
         layer = start.removesuffix(f"initial_A.{adapter}.weight")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -37,13 +38,7 @@ class Checkpoint(TensorSource):
         BaseModelError: there are no safetensors weights of that name, or they are damaged or incomplete.
     """
 
-    def __init__(
-        self,
-        name: str | os.PathLike,
-        revision: str | None = None,
-        hub: Hub = HUB,
-        check: Check | None = None,
-    ):
+    def __init__(self, name: str | os.PathLike, revision: str | None = None, hub: Hub = HUB, check: Check | None = None):
         self.name = os.fspath(name)
         self.revision = revision
         self._hub = hub
@@ -69,21 +64,16 @@ class Checkpoint(TensorSource):
             raise CheckpointError(f"{self.name} holds several models: {', '.join(saves)}. Give a folder with one of them.")
         return files
 
-    def folder(self) -> Path | None:
-        """Returns the folder with the config.json, which is downloaded if necessary; None if a repository has none.
-
-        Raises:
-            BaseModelError: it cannot be downloaded.
-        """
+    def folder(self) -> Path:
+        """Returns the folder of the weights. Downloads its config.json, if a repository has one, and else raises BaseModelError
+        if it cannot be reached."""
         if os.path.isdir(self.name):
             return Path(self.name)
         from huggingface_hub.errors import EntryNotFoundError
 
-        with reaching(self.name, self.revision):
-            try:
-                return self._hub.download(self.name, CONFIG, self.revision).parent
-            except EntryNotFoundError:
-                return None
+        with reaching(self.name, self.revision), suppress(EntryNotFoundError):
+            self._hub.download(self.name, CONFIG, self.revision)
+        return self.paths[0].parent
 
     def names(self) -> list[str]:
         return list(self._file_of)

@@ -23,11 +23,8 @@ UNQUANTIZED = "Give the model with its weights in 16 or 32 bits."
 
 
 def read_config(path: Path) -> dict:
-    """Returns the contents of a config.json; an empty dict if there is none.
-
-    Raises:
-        CorruptFileError: it is not a JSON object.
-    """
+    """Returns the contents of a config.json; an empty dict if there is none. Raises CorruptFileError if it is not a JSON
+    object."""
     if not path.exists():
         return {}
     if not path.is_file():
@@ -101,7 +98,10 @@ def add_settings(text: str, settings: dict) -> str:
     """Returns the text of a config.json with `settings` as its `quantization_config`, which comes last. An entry of this name
     is cut out. `settings` then holds its contents as `quantization`, and its text, by which `remove_settings` puts it back."""
     config, cut = json.loads(text), []
-    if theirs := _nested_settings(config):
+    # Transformers loads by the settings of a text model if the model itself has none.
+    parts = [config.get(name) for name in ("text_config", "decoder", "generator")]
+    nested = [part.get("quantization_config") for part in parts if isinstance(part, dict)]
+    if theirs := next(filter(None, nested), None):
         settings = settings | {"quantization": theirs}
     while place := _member(text, "quantization_config"):
         begin, end = place
@@ -117,12 +117,8 @@ def add_settings(text: str, settings: dict) -> str:
 
 
 def remove_settings(text: str) -> str:
-    """Undoes `add_settings`. If another program has rewritten the file since, its contents are right, but its bytes may
-    differ.
-
-    Raises:
-        CorruptFileError: the entry is damaged.
-    """
+    """Undoes `add_settings`. If another program has rewritten the file since, its contents are right, but its bytes may differ.
+    Raises CorruptFileError if the entry is damaged."""
     config = json.loads(text)
     original = original_config(config)
     before, entry, rest = text.rpartition(SETTINGS)
@@ -138,13 +134,6 @@ def remove_settings(text: str) -> str:
             except (ValueError, TypeError) as error:
                 raise CorruptFileError(f"config.json is damaged: {error}. Download or save the folder again.") from error
     return text if original is config else json.dumps(original, indent=2) + "\n"
-
-
-def _nested_settings(config: dict) -> object:
-    """Returns the quantization settings of a model's text model, by which Transformers loads if the model has none."""
-    parts = [config.get(name) for name in ("text_config", "decoder", "generator")]
-    nested = [part.get("quantization_config") for part in parts if isinstance(part, dict)]
-    return next(filter(None, nested), None)
 
 
 def _member(text: str, name: str) -> tuple[int, int] | None:

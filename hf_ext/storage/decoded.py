@@ -29,16 +29,9 @@ ENTRY = "decoded-"  # begins the name of an entry, before 32 digits
 
 
 def decoded_folder(digest: str, files: Sequence[TensorFile], held: contextlib.ExitStack) -> Path:
-    """Returns a folder that holds these files. Decodes them unless an earlier load did.
-
-    Args:
-        digest: identifies the contents of the files.
-        held: no process removes the folder until it is closed.
-
-    Raises:
-        CheckpointError: there is no space for the files, they cannot be written, or another process is writing them.
-        HfExtError: a tensor cannot be decoded.
-    """
+    """Returns a folder that holds these files, whose contents `digest` identifies. Decodes them unless an earlier load did. No
+    process removes the folder until `held` is closed. Raises CheckpointError if there is no space for the files, they cannot be
+    written, or another process is writing them, and another HfExtError if a tensor cannot be decoded."""
     root, key = Path(os.path.expanduser(os.environ[FOLDER])).absolute(), xxhash.xxh3_128(digest.encode())
     for file in files:  # another checkpoint may have the same tensors in other files
         key.update(file.path.name.encode() + file.header_bytes)
@@ -58,11 +51,7 @@ def decoded_folder(digest: str, files: Sequence[TensorFile], held: contextlib.Ex
 
 def place_for(files: Sequence[TensorFile], shared: bool = False) -> Path:
     """Returns a folder with room for temporary decoded files: that of TMPDIR. With `shared`, it is shared memory if the files
-    take at most half of what is free.
-
-    Raises:
-        CheckpointError: there is no room.
-    """
+    take at most half of what is free. Raises CheckpointError if there is no room."""
     size = _size(files)
     if shared and os.access(SHARED_MEMORY, os.W_OK):
         available = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
@@ -103,11 +92,8 @@ def _hold(folder: Path, files: Sequence[TensorFile], held: contextlib.ExitStack)
 
 
 def _lock(file: IO[bytes], exclusive: bool = False) -> None:
-    """Locks a file until it is closed. Does nothing where the system or the file system has no locks.
-
-    Raises:
-        BlockingIOError: another file object has a lock, and this one is to be exclusive.
-    """
+    """Locks a file until it is closed. Does nothing where the system or the file system has no locks. Raises BlockingIOError if
+    another file object has a lock, and this one is to be exclusive."""
     try:
         if fcntl is not None:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB if exclusive else fcntl.LOCK_SH)
@@ -136,11 +122,8 @@ def _is_used(entry: Path) -> bool:
 
 
 def _make_room(root: Path, stage: Path, size: int) -> None:
-    """Removes entries until a new one of this size fits, the least recently loaded first, but none that a model uses.
-
-    Raises:
-        CheckpointError: it would not fit after all of them. None is removed then.
-    """
+    """Removes entries until a new one of this size fits, the least recently loaded first, but none that a model uses. Raises
+    CheckpointError if it would not fit after all of them. None is removed then."""
     try:
         limit = float(os.environ.get(LIMIT, 100)) * 1e9
         if not limit >= 0:

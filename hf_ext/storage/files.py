@@ -67,12 +67,8 @@ def staged_folder(
 
 @contextlib.contextmanager
 def locked(folder: str | os.PathLike) -> Iterator[None]:
-    """Lets one thread of one process write to a folder at a time. A thread may take the lock again.
-
-    Raises:
-        CheckpointError: another thread or process has the lock, or the folder cannot be written. An OSError of the block
-            becomes one too.
-    """
+    """Lets one thread of one process write to a folder at a time. A thread may take the lock again. Raises CheckpointError if
+    another thread or process has the lock, or the folder cannot be written. An OSError of the block becomes one too."""
     folder = Path(os.path.realpath(folder))
     above = next((path for path in (folder, *folder.parents) if os.path.exists(path)), None)
     if above is not None and not os.path.isdir(above):
@@ -265,11 +261,8 @@ def _remove_empty(folders: Iterable[Path]) -> None:
 
 def scan(folder: Path) -> dict[Path, os.stat_result]:
     """Returns the status of everything below a folder, by relative path: files, folders, links (their own) and all others.
-    Leaves out temporary files of this package.
-
-    Raises:
-        CheckpointError: a folder cannot be listed, or changes while it is listed.
-    """
+    Leaves out temporary files of this package. Raises CheckpointError if a folder cannot be listed, or changes while it is
+    listed."""
 
     def stop(error: OSError) -> None:
         raise error
@@ -288,13 +281,8 @@ def scan(folder: Path) -> dict[Path, os.stat_result]:
 
 def copy_entries(src: Path, paths: Iterable[Path], out: Path) -> None:
     """Copies files, folders and links, given relative to `src`, with their times and modes. The contents of a folder are
-    separate paths.
-
-    A link to a file becomes a copy of the file. Other links stay links: to folders, and to nothing.
-
-    Raises:
-        CheckpointError: a path is a device, a socket or a pipe.
-    """
+    separate paths. A link to a file becomes a copy of the file. Other links stay links: to folders, and to nothing. Raises
+    CheckpointError if a path is a device, a socket or a pipe."""
     folders = []
     for path in sorted(paths):
         source, target = src / path, out / path

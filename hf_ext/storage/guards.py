@@ -15,14 +15,9 @@ NO_CONTENT = (".", "README.md")  # in a folder that is as good as empty: a new r
 
 
 def require_place(folder: Path, overwrite: bool | Callable[[], bool] = False) -> bool:
-    """Checks whether a folder is a place to write into. Returns true if files there may be overwritten.
-
-    Args:
-        overwrite: true, or a function that recognizes the caller's earlier result in a folder that holds files.
-
-    Raises:
-        CheckpointError: the folder holds files, other than those of a new repository, and nothing allows to overwrite it.
-    """
+    """Checks whether a folder is a place to write into. Returns true if files there may be overwritten: if `overwrite` is true,
+    or recognizes the caller's earlier result in the folder. Raises CheckpointError if the folder holds files, other than those
+    of a new repository, and nothing allows to overwrite it."""
     if overwrite is True:
         return True
     names = sorted(name for name in os.listdir(folder) if not name.startswith(NO_CONTENT)) if folder.is_dir() else []

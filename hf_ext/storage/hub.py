@@ -177,15 +177,9 @@ def is_local(name: str | os.PathLike) -> bool:
 
 
 def downloaded(name: str | os.PathLike, what: str = "", whole: bool = False) -> Path:
-    """Returns a local folder as it is, or the folder in the cache that a Hub repository is downloaded into.
-
-    Args:
-        what: begins the error message.
-        whole: download all files, also weights that are not safetensors.
-
-    Raises:
-        CheckpointError: there is no such folder or repository, or its copy in the cache lacks files and cannot be completed.
-    """
+    """Returns a local folder as it is, or the folder in the cache that a Hub repository is downloaded into, with weights that
+    are not safetensors too if `whole`. Raises CheckpointError, whose message `what` begins, if there is no such folder or
+    repository, or its copy in the cache lacks files and cannot be completed."""
     name = os.fspath(name)
     if os.path.isdir(name):
         return Path(name)
@@ -195,10 +189,10 @@ def downloaded(name: str | os.PathLike, what: str = "", whole: bool = False) -> 
 
     try:
         repository, subfolder = split_id(name)
-        others = None if whole else OTHER_WEIGHTS
+        ignored = None if whole else OTHER_WEIGHTS
         patterns = [f"{subfolder}/*"] if subfolder else None
-        folder = Path(huggingface_hub.snapshot_download(repository, allow_patterns=patterns, ignore_patterns=others))
-        if others and not subfolder and (folder / PIPELINE).exists():  # some components have no other weights
+        folder = Path(huggingface_hub.snapshot_download(repository, allow_patterns=patterns, ignore_patterns=ignored))
+        if ignored and not subfolder and (folder / PIPELINE).exists():  # some components have no other weights
             lacking = [path.name for path in folder.iterdir() if path.is_dir() and not any(path.glob("*.safetensors"))]
             if lacking:
                 huggingface_hub.snapshot_download(repository, allow_patterns=[f"{name}/*" for name in lacking])
@@ -222,10 +216,8 @@ def local_copy(src: str | os.PathLike) -> Path:
 
 
 def absolute(name: str | os.PathLike) -> str:
-    """Returns a folder's absolute path, which stays valid in any working directory; a Hub id as it is.
-
-    Raises BaseModelError if it is neither.
-    """
+    """Returns a folder's absolute path, which stays valid in any working directory; a Hub id as it is. Raises BaseModelError if
+    it is neither."""
     if not isinstance(name, str | os.PathLike):
         raise BaseModelError(f"The base must be a folder or a Hub id, not {name!r}.")
     return absolute_path(name) if os.path.isdir(name) else os.fspath(name)

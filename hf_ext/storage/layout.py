@@ -27,11 +27,8 @@ INDEX_OF = re.compile(r"((?:diffusion_pytorch_)?model)\.safetensors\.index(\.[\w
 
 
 def select_weights(folder: Path) -> list[Path]:
-    """Returns the safetensors files that `from_pretrained` reads: the single file, else the shards.
-
-    Raises:
-        CheckpointError: there are no weights, or an interrupted command left some of them elsewhere.
-    """
+    """Returns the safetensors files that `from_pretrained` reads: the single file, else the shards. Raises CheckpointError if
+    there are no weights, or an interrupted command left some of them elsewhere."""
     _require_complete(folder)
     for single, index in zip(SINGLES, INDICES):
         if (folder / single).exists():
@@ -46,11 +43,8 @@ def select_weights(folder: Path) -> list[Path]:
 
 def all_weights(folder: Path) -> list[Path]:
     """Returns every file of weights in a folder: those with a name of weights, variants included, and those that an index
-    lists, even missing ones unless a single file is read instead.
-
-    Raises:
-        CheckpointError: an interrupted command left some of them elsewhere, or the folder cannot be listed.
-    """
+    lists, even missing ones unless a single file is read instead. Raises CheckpointError if an interrupted command left some of
+    them elsewhere, or the folder cannot be listed."""
     _require_complete(folder)
     files = {folder / name for name in _listing(folder) if WEIGHTS.fullmatch(name)}
     for index in indices_in(folder):
@@ -73,12 +67,8 @@ def _listing(folder: Path) -> list[str]:
 
 def models_in(folder: Path) -> list[str]:
     """Returns the folders of models in a folder, relative to it: the components with weights of a diffusers pipeline, or '' for
-    one model. Leaves out links to components of another pipeline, which stay links.
-
-    Raises:
-        CheckpointError: no component has safetensors weights.
-        CorruptFileError: the list of components is damaged.
-    """
+    one model. Leaves out links to components of another pipeline, which stay links. Raises CheckpointError if no component has
+    safetensors weights, and CorruptFileError if the list of components is damaged."""
     if not os.path.lexists(folder / PIPELINE):
         return [""]
     _require_complete(folder)
@@ -128,11 +118,8 @@ def shards_in(index: Path) -> list[str]:
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Returns the tensors that an index lists, each with the name of its shard.
-
-    Raises:
-        CorruptFileError: the file is not an index.
-    """
+    """Returns the tensors that an index lists, each with the name of its shard. Raises CorruptFileError if the file is not an
+    index."""
     if not path.is_file():
         raise CorruptFileError(f"{path} is not a file.")
     try:
@@ -166,10 +153,8 @@ def replaced_weights(files: Set[Path], target: Path) -> set[Path]:
 
 def shard_sets(paths: list[Path]) -> list[list[Path]]:
     """Groups the weights of one folder into the sets that are read together. The set that `from_pretrained` reads comes first.
-
     A folder may hold a model whole and in shards, and variants of it. A set is what the index lists, or the files whose names
-    differ only by their number.
-    """
+    differ only by their number."""
     listed = {shard: index.name for index in indices_in(paths[0].parent) for shard in shards_in(index)}
     sets: dict[str, list[Path]] = {}
     for path in paths:

@@ -79,23 +79,19 @@ def likeness(src: TensorSource, other: TensorSource, least: float = 0.0, is_quan
     return Likeness(shared / max(total, 1), agreeing / max(shared, 1), bits / max(total, 1), same_layers)
 
 
-def compare(tensor: RawTensor, prior: RawTensor, count: int) -> tuple[float, float]:
-    """Compares two tensors by samples of their first `count` values, or bytes of codes, with floats of `prior` cast to the type
-    of `tensor`.
-
-    Returns:
-        The share of values with the same sign and exponent, and the estimated bits per value of the signed distances between
-        them, as integers in the order of floats: the entropy of sign and length of the distances, and their bits below the
-        highest one.
-    """
+def compare(tensor: RawTensor, other: RawTensor, count: int) -> tuple[float, float]:
+    """Compares two tensors by samples of their first `count` values, or bytes of codes, with floats of `other` cast to the type
+    of `tensor`. Returns the share of values with the same sign and exponent, and the estimated bits per value of the signed
+    distances between them, as integers in the order of floats: the entropy of sign and length of the distances, and their bits
+    below the highest one."""
     if not count:
         return 0.0, 0.0
     if tensor.dtype in CODES:
-        equal = float((_sample(tensor, count) == _sample(prior, count)).mean())
+        equal = float((_sample(tensor, count) == _sample(other, count)).mean())
         return equal, 8 * (1 - equal)
     kind = np.dtype(f"<u{WIDTHS[tensor.dtype]}")
     a = _sample(tensor, count).view(kind)
-    b = cast(_sample(prior, count), prior.dtype, tensor.dtype).view(kind)
+    b = cast(_sample(other, count), other.dtype, tensor.dtype).view(kind)
     low, high = np.sort([_ordered(a), _ordered(b)], axis=0)
     same = a >> MANTISSA[tensor.dtype] == b >> MANTISSA[tensor.dtype]
     distances = (high - low).astype(np.float64)
@@ -122,14 +118,12 @@ def _ordered(values: np.ndarray) -> np.ndarray:
 
 
 def _comparable(src: TensorSource, name: str, other: TensorSource, twin: str) -> bool:
-    """Checks whether two tensors are the same parameter, perhaps with another number of rows (resized embeddings).
-
-    The names in a model of one layer have endings that fit every layer, so the numbers of the layers must be equal.
-    """
+    """Checks whether two tensors are the same parameter, perhaps with another number of rows (resized embeddings). The names in
+    a model of one layer have endings that fit every layer, so the numbers of the layers must be equal."""
     layers = [layer and layer[1] for layer in (layer_of(name), layer_of(twin))]
-    entry, prior = src.entry(name), other.entry(twin)
-    alike = len(entry.shape) == len(prior.shape) and entry.shape[1:] == prior.shape[1:]
-    is_comparable = prior.dtype in FLOATS if entry.dtype in FLOATS else prior.dtype == entry.dtype
+    entry, counterpart = src.entry(name), other.entry(twin)
+    alike = len(entry.shape) == len(counterpart.shape) and entry.shape[1:] == counterpart.shape[1:]
+    is_comparable = counterpart.dtype in FLOATS if entry.dtype in FLOATS else counterpart.dtype == entry.dtype
     return alike and is_comparable and layers[0] == layers[1]
 
 

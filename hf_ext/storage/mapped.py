@@ -19,12 +19,8 @@ _WITHOUT_FILE = os.name == "posix"
 
 
 class MappedFile:
-    """A memory-mapped file. If the file is replaced, the mapping keeps the old contents.
-
-    Attributes:
-        data: the bytes of the file, read-only. They stay mapped as long as this array or a view of it is in use.
-        inode: identifies the file among those of its file system.
-    """
+    """A memory-mapped file. If the file is replaced, the mapping keeps the old contents. `data` are its bytes, read-only, which
+    stay mapped as long as this array or a view of it is in use; `inode` identifies the file among those of its file system."""
 
     def __init__(self, path: Path):
         with open(path, "rb") as file:

@@ -24,12 +24,8 @@ class Names:
         return name in self._names
 
     def twin_of(self, name: str, ties: Ties | None = None) -> str | None:
-        """Returns the name that the weight `name` has here; None if it is not here.
-
-        Args:
-            ties: of the model that the two files belong to. A weight that is not here under its own name is looked up under
-                those that it is tied to.
-        """
+        """Returns the name that the weight `name` has here; None if it is not here. A weight that is not here under its own
+        name is looked up under those that it is tied to, by the `ties` of the model that the two files belong to."""
         for other in (name, *(ties.others(name) if ties else ())):
             if other in self:
                 return other
@@ -48,12 +44,9 @@ class Names:
 
 
 class Ties:
-    """The weights that a model ties: one tensor under several names, unless a file holds a tensor for each name.
-
-    Args:
-        ties: by weight, the weight that it is tied to, as in `all_tied_weights_keys` of a Transformers model.
-        aliases: by name in a file, the model's name of that weight, where the two differ.
-    """
+    """The weights that a model ties: one tensor under several names, unless a file holds a tensor for each name. `ties` are by
+    weight the weight that it is tied to, as in `all_tied_weights_keys` of a Transformers model; `aliases` by name in a file the
+    model's name of that weight, where the two differ."""
 
     def __init__(self, ties: Mapping[str, str], aliases: Mapping[str, str] | None = None):
         self._aliases = aliases or {}

@@ -32,16 +32,9 @@ MOVED = (
 def open_delta(
     paths: Sequence[Path], base: str | os.PathLike | None = None, revision: str | None = None, hub: Hub = HUB
 ) -> DeltaCheckpoint:
-    """Opens the compressed files of one checkpoint, of which all tensors will be read. Checks all payloads.
-
-    Args:
-        paths: all files that are read together.
-        base, revision, hub: see `open_base`.
-
-    Raises:
-        BaseModelError: the base is missing, or is not the one that the files were written against.
-        CorruptFileError: a file is damaged, missing, or from another save.
-    """
+    """Opens the compressed files of one checkpoint that are read together, of which all tensors will be read. Checks all
+    payloads. `base`, `revision` and `hub` are those of `open_base`. Raises BaseModelError if the base is missing, or is not the
+    one that the files were written against, and CorruptFileError if a file is damaged, missing, or from another save."""
     files = open_shards(paths)
     for file in files:
         file.require_intact()
@@ -51,12 +44,8 @@ def open_delta(
 
 
 def open_files(src: Path) -> list[CompressedFile]:
-    """Opens the compressed files of a model, variants included (or one file). Their tensors are not decoded.
-
-    Raises:
-        CheckpointError: there are no weights.
-        CorruptFileError: a file is damaged, missing, or from another save.
-    """
+    """Opens the compressed files of a model, variants included (or one file). Their tensors are not decoded. Raises
+    CheckpointError if there are no weights, and CorruptFileError if a file is damaged, missing, or from another save."""
     if not src.exists():
         raise CheckpointError(f"{src} does not exist; give the folder of a compressed model.")
     files = [CompressedFile(file) for file in (open_weights(src, variants=True) if src.is_dir() else [src])]
@@ -132,26 +121,22 @@ def base_of(file: CompressedFile, folder: Path | None) -> tuple[str | None, str 
     return (None, None) if file.base is None else (file.base.name, file.base.revision)
 
 
-def require_depth(base: TensorSource, more: int = 1) -> None:
-    """Raises CheckpointError if `more` checkpoints, each compressed against the one before and the first against this base,
-    could not be opened: too many others would have to be opened to read the last."""
+def require_depth(base: TensorSource) -> None:
+    """Raises CheckpointError if a checkpoint compressed against this base could not be opened: too many others would have to be
+    opened to read it."""
     depth, inner = 0, base
     while isinstance(inner, DeltaCheckpoint):
         depth, inner = depth + 1, inner.base
-    if depth + more - 1 > MAX_CHAIN:
+    if depth > MAX_CHAIN:
         raise CheckpointError(
             f"The base {base} needs {depth - 1} other compressed checkpoints, each to read the one before; "
-            f"{MAX_CHAIN - more + 1} are the limit. Give one of the first as the base, or decompress the base."
+            f"{MAX_CHAIN} are the limit. Give one of the first as the base, or decompress the base."
         )
 
 
 def open_shards(files: Iterable[Path | SafetensorsFile]) -> list[CompressedFile]:
-    """Opens the compressed files of one save. Payloads are checked when they are read.
-
-    Raises:
-        CheckpointError: a file is missing.
-        CorruptFileError: a header is damaged, or a file is from another save.
-    """
+    """Opens the compressed files of one save. Payloads are checked when they are read. Raises CheckpointError if a file is
+    missing, and CorruptFileError if a header is damaged, or a file is from another save."""
     shards = [CompressedFile(file) for file in files]
     require_all([shard.file for shard in shards])
     check_shards(shards)
@@ -183,11 +168,11 @@ def _require_fitting(needing: Sequence[CompressedFile], headers: Sequence[Safete
         return  # the base is compressed itself: small, and its own record has the fingerprint
     payloads = [(file, header) for file in needing for header in file.headers.values() if header.base_values]
     for file, payload in payloads:
-        twin = tensors.get(payload.base_name)
+        tensor = tensors.get(payload.base_name)
         try:
-            if twin is None:
+            if tensor is None:
                 raise BaseModelError(f"It has no tensor '{payload.base_name}', so it is another model.")
-            payload.require_base(twin.dtype, twin.shape)
+            payload.require_base(tensor.dtype, tensor.shape)
         except BaseModelError as error:
             file.require_intact()  # else its headers may be wrong
             raise BaseModelError(f"{error} It was not downloaded.") from None

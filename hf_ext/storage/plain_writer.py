@@ -20,15 +20,9 @@ def shards_of(
     max_shard_size: int | str,
     metadata: Mapping[str, str] | None = None,
 ) -> list[ComputedFile]:
-    """Returns the files of a checkpoint, sharded as by `save_pretrained`, and writes the index if there are several.
-
-    Args:
-        tensors: dtype and shape of each tensor, by name.
-        compute: returns a tensor by name; called from several threads.
-        out: folder that the files will be written into.
-        max_shard_size: as in `save_pretrained`.
-        metadata: of the files' headers.
-    """
+    """Returns the files of a checkpoint, sharded as by `save_pretrained`, and writes the index into `out` if there are several.
+    The tensors are given by dtype and shape; `compute` returns one by name, from several threads. The metadata go into the
+    files' headers."""
     split = split_state_dict_into_shards_factory(
         dict(tensors),
         get_storage_size=lambda tensor: byte_size(*tensor),

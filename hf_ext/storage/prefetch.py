@@ -109,11 +109,9 @@ def _close(pool: ThreadPoolExecutor, closed: Event, torch_threads: int | None) -
 
 
 def _torch_threads() -> int | None:
-    """Returns this thread's number of threads of PyTorch; None if PyTorch is not imported.
-
-    A thread takes the number that any thread set last, when it asks for its own first. So this thread has to ask before those
-    of a pool set theirs: otherwise it would compute on one thread from then on.
-    """
+    """Returns this thread's number of threads of PyTorch; None if PyTorch is not imported. A thread takes the number that any
+    thread set last, when it asks for its own first. So this thread has to ask before those of a pool set theirs: otherwise it
+    would compute on one thread from then on."""
     torch = sys.modules.get("torch")
     return torch.get_num_threads() if torch else None
 
@@ -165,11 +163,8 @@ def at_most_cores(count: int) -> Iterator[None]:
 
 
 def progress(what: str, count: int | None) -> tqdm:
-    """Returns a progress bar that counts tensors. Transformers' and huggingface_hub's settings hide it.
-
-    Args:
-        count: number of tensors; None if unknown.
-    """
+    """Returns a progress bar that counts tensors, without an end if their number is None. Transformers' and huggingface_hub's
+    settings hide it."""
     from huggingface_hub.utils import tqdm
 
     return tqdm(total=count, desc=f"{what} tensors")

@@ -9,11 +9,8 @@ from pathlib import Path
 
 
 def available_cores(root: Path = Path("/")) -> int:
-    """Returns the cores that this process may run on, or its CPU quota, rounded up, if that is less.
-
-    Args:
-        root: folder that holds `proc` and `sys`.
-    """
+    """Returns the cores that this process may run on, or its CPU quota, rounded up, if that is less. `root` is the folder that
+    holds `proc` and `sys`."""
     return min([_allowed(), *(math.ceil(quota) for quota in _quotas(root))])
 
 

@@ -84,10 +84,10 @@ class RawTensor:
         except (TypeError, AttributeError):
             fits = False
         if not fits:
-            found = f"{data.dtype} {list(data.shape)}" if isinstance(data, np.ndarray) else type(data).__name__
+            given = f"{data.dtype} {list(data.shape)}" if isinstance(data, np.ndarray) else type(data).__name__
             raise CheckpointError(
                 f"Tensor '{name}' is {self.dtype} {self.shape}. Give its bytes as one contiguous{' writable' * writable} array "
-                f"of uint8 of that size, not as {found}."
+                f"of uint8 of that size, not as {given}."
             )
 
     def to_torch(self) -> torch.Tensor:
@@ -124,11 +124,8 @@ class TensorFile(Protocol):
 
 
 class SafetensorsFile:
-    """A safetensors file, memory-mapped. The safetensors library checks its header before anything is read.
-
-    Raises:
-        CorruptFileError: the file is missing or is not a safetensors file.
-    """
+    """A safetensors file, memory-mapped. The safetensors library checks its header before anything is read. Raises
+    CorruptFileError if the file is missing or is not a safetensors file."""
 
     def __init__(self, path: str | os.PathLike):
         self.path = Path(path)
@@ -170,14 +167,8 @@ class SafetensorsFile:
 
 
 class ComputedFile:
-    """A safetensors file yet to be written. Its tensors are computed on request.
-
-    Args:
-        name: of the file.
-        tensors: dtype and shape of each tensor.
-        compute: returns a tensor by name; called from several threads.
-        metadata: of the file's header.
-    """
+    """A safetensors file yet to be written, given dtype and shape of each tensor. `compute` returns a tensor by name, on
+    request and from several threads."""
 
     def __init__(
         self,
@@ -215,10 +206,8 @@ def parse_header(header: bytes) -> tuple[dict[str, str], dict[str, Entry]]:
 
 
 def require_valid(entries: Mapping[str, Entry], size: int) -> None:
-    """Raises ValueError unless the tensors follow one another, fill `size` bytes, and have the sizes of their shapes.
-
-    The safetensors library checks this when it opens a local file.
-    """
+    """Raises ValueError unless the tensors follow one another, fill `size` bytes, and have the sizes of their shapes. The
+    safetensors library checks this when it opens a local file."""
     end = 0
     for name, (dtype, shape, begin, after) in entries.items():
         if not all(type(number) is int and number >= 0 for number in (*shape, begin, after)) or not begin == end <= after:
@@ -239,30 +228,21 @@ def write_header(metadata: Mapping[str, str], entries: Mapping[str, Entry]) -> b
 
 
 def byte_size(dtype: str, shape: Iterable[int]) -> int:
-    """Returns the bytes of a tensor.
-
-    Raises:
-        CheckpointError: the type is unknown.
-    """
+    """Returns the bytes of a tensor. Raises CheckpointError if the type is unknown."""
     if dtype not in BITS:
         raise CheckpointError(f"Tensors of type {dtype} are not supported. This requires a newer version of hf_ext.")
     return -(-math.prod(shape) * BITS[dtype] // 8)
 
 
 def float_name(dtypes: Iterable[str]) -> str | None:
-    """Returns torch's name of the first float type among `dtypes`; None if there is none.
-
-    Given the types in the order of the tensors' names, that is the type that Transformers loads for `dtype="auto"`.
-    """
+    """Returns torch's name of the first float type among `dtypes`; None if there is none. Given the types in the order of the
+    tensors' names, that is the type that Transformers loads for `dtype="auto"`."""
     return next((DTYPES[dtype][0] for dtype in dtypes if dtype in FLOATS), None)
 
 
 def torch_dtype(dtype: str) -> torch.dtype:
-    """Returns the torch type of this safetensors name.
-
-    Raises:
-        CheckpointError: the installed PyTorch has no such type, or it packs several values into a byte.
-    """
+    """Returns the torch type of this safetensors name. Raises CheckpointError if the installed PyTorch has no such type, or it
+    packs several values into a byte."""
     import torch
 
     torch_type = getattr(torch, DTYPES[dtype][0], None) if dtype in DTYPES else None

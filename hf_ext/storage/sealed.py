@@ -18,19 +18,12 @@ from hf_ext.storage.safetensors_file import Entry
 
 @dataclass(frozen=True)
 class Seal:
-    """The seal of one kind of files.
+    """The seal of one kind of files."""
 
-    Attributes:
-        key: of the record in the metadata; the checksum has this key and "_checksum".
-        version: of the format.
-        absent: completes the error for a file without a record, after the file's path; ends with the next step.
-        repair: what to do about a damaged file.
-    """
-
-    key: str
-    version: int
-    absent: str
-    repair: str
+    key: str  # of the record in the metadata; the checksum has this key and "_checksum"
+    version: int  # of the format
+    absent: str  # completes the error for a file without a record, after the file's path; ends with the next step
+    repair: str  # what to do about a damaged file
 
     @property
     def keys(self) -> tuple[str, str]:
@@ -43,11 +36,8 @@ class Seal:
         return dict(zip(self.keys, (text, header_checksum(text, entries))))
 
     def record(self, metadata: Mapping[str, str], entries: Mapping[str, Entry], path: object) -> dict[str, Any]:
-        """Returns the record of a file. Its fields may still be forged, so the caller checks them.
-
-        Raises:
-            CorruptFileError: the file is not sealed, damaged, or from a newer version.
-        """
+        """Returns the record of a file. Its fields may still be forged, so the caller checks them. Raises CorruptFileError if
+        the file is not sealed, damaged, or from a newer version."""
         text, checksum = map(metadata.get, self.keys)
         if text is None:
             raise CorruptFileError(f"{path} {self.absent}")

@@ -91,31 +91,26 @@ class TensorSource(ABC):
 
 
 class Renamed(TensorSource):
-    """A source whose tensors have other names.
-
-    Args:
-        source: the source.
-        names: by new name, the name there.
-    """
+    """A source whose tensors have other names: `names` are by new name those of the source."""
 
     def __init__(self, source: TensorSource, names: Mapping[str, str]):
         self.name, self.revision, self.paths = source.name, source.revision, source.paths
-        self._source, self._own = source, names
+        self._source, self._name_of = source, names
 
     def names(self) -> list[str]:
-        return list(self._own)
+        return list(self._name_of)
 
     def entry(self, name: str) -> Entry:
-        return self._source.entry(self._own[name])
+        return self._source.entry(self._name_of[name])
 
     def read(self, name: str, out: np.ndarray | None = None) -> RawTensor:
-        return self._source.read(self._own[name], out)
+        return self._source.read(self._name_of[name], out)
 
     def read_rows(self, name: str, begin: int, end: int) -> RawTensor:
-        return self._source.read_rows(self._own[name], begin, end)
+        return self._source.read_rows(self._name_of[name], begin, end)
 
     def release(self, name: str, begin: int = 0, end: int | None = None) -> None:
-        self._source.release(self._own[name], begin, end)
+        self._source.release(self._name_of[name], begin, end)
 
     def require_whole(self) -> None:
         self._source.require_whole()

@@ -23,17 +23,11 @@ OF_TASK = "#"  # in a name: between a merge and one of its tasks
 
 @dataclass(frozen=True)
 class Stored:
-    """A model in a folder or in a repository on the Hub. Reads, or downloads, each of its parts once, when it is needed.
+    """A model in a folder or in a repository on the Hub. Reads, or downloads, each of its parts once, when it is needed."""
 
-    Attributes:
-        name: the folder, or the id of the repository.
-        revision: branch, tag or commit on the Hub.
-        hub: access settings, for the base of a compressed model too.
-    """
-
-    name: str
-    revision: str | None = None
-    hub: Hub = HUB
+    name: str  # the folder, or the id of the repository
+    revision: str | None = None  # branch, tag or commit on the Hub
+    hub: Hub = HUB  # access settings, for the base of a compressed model too
 
     @cached_property
     def folder(self) -> Path:
@@ -93,16 +87,10 @@ class Stored:
         return Checkpoint(self.name, self.revision, self.hub)
 
     def tensors(self, base: str | os.PathLike | None = None) -> Checkpoint | DeltaCheckpoint:
-        """Returns the weights of the model, decoded when they are read.
-
-        Args:
-            base: folder or Hub id of the base, if it is no longer where config.json says.
-
-        Raises:
-            BaseModelError: there are no weights of that name, or their base is missing or is another model.
-            CheckpointError: the files hold several models merged into one.
-            CorruptFileError: they are damaged.
-        """
+        """Returns the weights of the model, decoded when they are read. `base` is the folder or Hub id of the base, if it is no
+        longer where config.json says. Raises BaseModelError if there are no weights of that name, or their base is missing or
+        is another model, CheckpointError if the files hold several models merged into one, and CorruptFileError if they are
+        damaged."""
         weights = self.checkpoint
         if weights.kind is Kind.MERGE:
             raise CheckpointError(f"{weights} {Kind.MERGE.value}")
@@ -122,10 +110,7 @@ def split_task(name: str) -> tuple[str, str | None]:
 
 
 def open_checkpoint(
-    name: str | os.PathLike,
-    revision: str | None = None,
-    hub: Hub = HUB,
-    base: str | os.PathLike | None = None,
+    name: str | os.PathLike, revision: str | None = None, hub: Hub = HUB, base: str | os.PathLike | None = None
 ) -> Checkpoint | DeltaCheckpoint:
     """Opens the weights of a model, plain or compressed. A repository on the Hub is downloaded, and so is the base of
     compressed weights. See `Stored` and `Stored.tensors`."""
@@ -135,14 +120,8 @@ def open_checkpoint(
 def open_counterpart(
     base: str | os.PathLike, place: str, revision: str | None = None, quantization: str | None = None
 ) -> Checkpoint | DeltaCheckpoint:
-    """Opens a base, plain or compressed, or the component `place` of a base that is a diffusers pipeline.
-
-    Args:
-        quantization: see `Stored.quantization`; that of the model.
-
-    Raises:
-        BaseModelError: the base cannot be read, or is quantized in another way than the model.
-    """
+    """Opens a base, plain or compressed, or the component `place` of a base that is a diffusers pipeline, for a model of this
+    `Stored.quantization`. Raises BaseModelError if the base cannot be read, or is quantized in another way than the model."""
     try:
         stored = Stored(within(base, place), revision)
         _require_form(stored, quantization)  # before weights are downloaded
@@ -153,15 +132,9 @@ def open_counterpart(
 
 
 def plain_base(stored: Stored, quantization: str | None = None) -> Checkpoint:
-    """Returns the weights of a base model, which must be uncompressed.
-
-    Args:
-        quantization: see `Stored.quantization`; that of the model.
-
-    Raises:
-        BaseModelError: the base cannot be read, is quantized in another way than the model or compressed itself, or holds
-            several models merged into one.
-    """
+    """Returns the weights of a base model, which must be uncompressed, for a model of this `Stored.quantization`. Raises
+    BaseModelError if the base cannot be read, is quantized in another way than the model or compressed itself, or holds several
+    models merged into one."""
     _require_form(stored, quantization)  # before weights are downloaded
     weights = stored.checkpoint
     if weights.kind is not Kind.PLAIN:

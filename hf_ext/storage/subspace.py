@@ -13,17 +13,11 @@ TINY = 1e-6  # a share of the largest singular value; smaller ones are left out
 
 
 class Components(NamedTuple):
-    """The leading singular components of a matrix, U diag(S) Vh: as many as are not tiny.
+    """The leading singular components of a matrix, U diag(S) Vh: as many as are not tiny."""
 
-    Attributes:
-        values: S, in decreasing order.
-        left: U, with orthonormal columns: rows × components.
-        right: Vh, with orthonormal rows: components × columns.
-    """
-
-    values: np.ndarray
-    left: torch.Tensor
-    right: torch.Tensor
+    values: np.ndarray  # S, in decreasing order
+    left: torch.Tensor  # U, with orthonormal columns: rows × components
+    right: torch.Tensor  # Vh, with orthonormal rows: components × columns
 
     def transposed(self) -> Components:
         """Returns the components of the transposed matrix."""

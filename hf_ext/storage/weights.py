@@ -33,12 +33,8 @@ def kind_of(headers: Iterable[Mapping[str, str]]) -> Kind:
 
 
 def open_weights(folder: Path, variants: bool = False) -> list[SafetensorsFile]:
-    """Opens the safetensors files that `from_pretrained` reads; with `variants`, every file of weights in a folder.
-
-    Raises:
-        CheckpointError: there are no weights, or some of them are missing.
-        CorruptFileError: a file is damaged.
-    """
+    """Opens the safetensors files that `from_pretrained` reads; with `variants`, every file of weights in a folder. Raises
+    CheckpointError if there are no weights, or some of them are missing, and CorruptFileError if a file is damaged."""
     require_no_task(folder)
     files = [SafetensorsFile(path) for path in (all_weights(folder) if variants else select_weights(folder))]
     if not files:
@@ -49,11 +45,8 @@ def open_weights(folder: Path, variants: bool = False) -> list[SafetensorsFile]:
 
 def require_all(files: Sequence[SafetensorsFile]) -> None:
     """Checks that the weights of one folder are complete: no shard or tensor that an index lists is missing, and, without an
-    index, none of the shards that their names count.
-
-    Raises:
-        CheckpointError: something is missing, or nothing says which of two sets of shards is the model.
-    """
+    index, none of the shards that their names count. Raises CheckpointError if something is missing, or nothing says which of
+    two sets of shards is the model."""
     folder, opened = files[0].path.parent, {file.path.name: file for file in files}
     whole = {save_of(file.path) for file in files if not SHARD.search(file.path.name)}  # single files, which are read first
     for index in indices_in(folder):

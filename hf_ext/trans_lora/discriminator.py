@@ -18,14 +18,15 @@ from typing import Any
 
 import torch
 import xxhash
-from huggingface_hub import CommitInfo, HfApi
+from huggingface_hub import CommitInfo
 from peft import LoraConfig, PeftConfig, PeftModel, TaskType, get_peft_model
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.utils import cached_file
 
 from hf_ext.display import percent
 from hf_ext.errors import HfExtError
-from hf_ext.integration.cards import CARD, drop_card_for
+from hf_ext.integration.cards import drop_card_for
+from hf_ext.integration.save_hooks import upload
 from hf_ext.storage.files import staged_folder
 from hf_ext.trans_lora.config import MEMBERSHIP, TransLoraConfig
 from hf_ext.trans_lora.encoding import Encoder, require_texts
@@ -118,27 +119,16 @@ class Discriminator:
         if push_to_hub:
             self.push_to_hub(kwargs.pop("repo_id", folder.name), **kwargs)
 
-    def push_to_hub(
-        self,
-        repo_id: str,
-        private: bool | None = None,
-        token: bool | str | None = None,
-        revision: str | None = None,
-        **kwargs: Any,
-    ) -> CommitInfo:
+    def push_to_hub(self, repo_id: str, **kwargs: Any) -> CommitInfo:
         """Pushes the discriminator to a repository on the Hub, which is created if it does not exist.
 
         Args:
-            kwargs: further arguments of `HfApi.upload_folder`, such as commit_message and create_pr.
+            kwargs: private, token, revision, and further arguments of `HfApi.upload_folder`, such as commit_message and
+                create_pr.
         """
-        api = HfApi(token=token)
-        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-        if revision is not None and not kwargs.get("create_pr"):
-            api.create_branch(repo_id, branch=revision, exist_ok=True)
-        ignored = [CARD] if api.file_exists(repo_id, CARD, revision=revision) else None
         with tempfile.TemporaryDirectory() as folder:
             self.save_pretrained(folder)
-            return api.upload_folder(repo_id=repo_id, folder_path=folder, revision=revision, ignore_patterns=ignored, **kwargs)
+            return upload(Path(folder), repo_id, **kwargs)
 
     @classmethod
     def from_pretrained(

@@ -43,14 +43,10 @@ ONE_EACH: dict[str, Any] = {"num_beams": 1, "num_return_sequences": 1, "return_d
 
 @dataclass(frozen=True)
 class Completion:
-    """A text that a model wrote after a prompt.
-
-    Attributes:
-        ended: whether it ended by itself, not by the limit of tokens.
-    """
+    """A text that a model wrote after a prompt."""
 
     text: str
-    ended: bool
+    ended: bool  # by itself, not by the limit of tokens
 
 
 class Generator(Protocol):
@@ -129,10 +125,8 @@ class ModelGenerator:
 @dataclass
 class _End(StoppingCriteria):
     """A stopping rule: ends a text after `stop`, or after `longest` tokens without a line that begins with a number, as such a
-    text delays its batch.
-
-    Transformers' own stop strings would search the vocabulary anew for each batch, which takes a second.
-    """
+    text delays its batch. Transformers' own stop strings would search the vocabulary anew for each batch, which takes a
+    second."""
 
     tokenizer: PreTrainedTokenizerBase
     start: int  # position of the first token that the model writes

@@ -15,10 +15,8 @@ class Item(NamedTuple):
 
 
 def synthesis_prompt(seeds: Sequence[str], count: int) -> str:
-    """Returns a list of `count` inputs that begins with the seeds; the next one is open.
-
-    The prompt ends with the open number, without a space, because most tokenizers join the space to the next word.
-    """
+    """Returns a list of `count` inputs that begins with the seeds; the next one is open. The prompt ends with the open number,
+    without a space, because most tokenizers join the space to the next word."""
     lines = [f"{number}. {seed}" for number, seed in enumerate(seeds, 1)]
     return "\n".join([f"Here are {count} examples:", *lines, f"{len(seeds) + 1}."])
 

@@ -66,12 +66,9 @@ def _answers(
 
 @contextlib.contextmanager
 def logits_at(model: PreTrainedModel | PeftModel, places: torch.Tensor) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
-    """Makes a decoder compute logits only at some positions of a batch, (1, positions, vocabulary), within the block. At all
-    positions, a vocabulary of 152,000 takes gigabytes. Yields a function that selects the positions from (batch, tokens, n).
-
-    Args:
-        places: (batch, tokens - 1), true at each position whose next token is needed.
-    """
+    """Makes a decoder compute logits only at some positions of a batch, (1, positions, vocabulary), within the block: `places`
+    (batch, tokens - 1) is true at each whose next token is needed. At all positions, a vocabulary of 152,000 takes gigabytes.
+    Yields a function that selects the positions from (batch, tokens, n)."""
 
     def chosen(hidden: torch.Tensor) -> torch.Tensor:
         width = places.shape[1] + 1
@@ -86,11 +83,8 @@ def logits_at(model: PreTrainedModel | PeftModel, places: torch.Tensor) -> Itera
 
 
 class AnswerTrainer(Trainer):
-    """A Trainer whose model computes logits only where an answer's tokens are predicted.
-
-    The loss is the same. At all positions, the logits of a batch of 8 × 512 tokens over Gemma's vocabulary of 262,000 take 4
-    GB.
-    """
+    """A Trainer whose model computes logits only where an answer's tokens are predicted. The loss is the same. At all
+    positions, the logits of a batch of 8 × 512 tokens over Gemma's vocabulary of 262,000 take 4 GB."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)

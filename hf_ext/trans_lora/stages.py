@@ -82,12 +82,9 @@ def begin_training(folder: Path, settings: dict[str, Any], resume_from_checkpoin
 
 
 def checkpoint_to_resume(folder: Path, resume_from_checkpoint: str | bool | None) -> str | None:
-    """Returns the checkpoint that a training resumes from; None to begin.
-
-    Args:
-        resume_from_checkpoint: a folder, True for the last checkpoint, False to begin, or None for the last checkpoint if there
-            is one. On the command line, TrainingArguments keeps "True" and "False" as texts.
-    """
+    """Returns the checkpoint that a training resumes from; None to begin. The choice is a folder, True for the last checkpoint,
+    False to begin, or None for the last checkpoint if there is one. On the command line, TrainingArguments keeps "True" and
+    "False" as texts."""
     choice = str(resume_from_checkpoint).lower()
     if choice == "false":
         return None
@@ -132,25 +129,23 @@ def write_lines(path: Path, records: Iterable[dict]) -> None:
 
 def read_lines(path: Path) -> list[dict]:
     """Returns the JSON lines of a file, as the main process reads them. Leaves out an unfinished last line."""
-    return _on_main_process(lambda: _parse_lines(path))
 
+    def read() -> list[dict]:
+        data = path.read_bytes() if path.exists() else b""
+        whole = data[: data.rfind(b"\n") + 1]
+        if len(whole) < len(data):
+            write_atomically(path, lambda beside: beside.write_bytes(whole))
+        records = []
+        for number, line in enumerate(whole.splitlines(), 1):
+            try:
+                records.append(json.loads(line))
+            except ValueError:
+                records.append(None)
+            if not isinstance(records[-1], dict):
+                raise HfExtError(f"Line {number} of {path} is not a JSON object; mend it, or delete the file to begin anew.")
+        return records
 
-def _parse_lines(path: Path) -> list[dict]:
-    if not path.exists():
-        return []
-    data = path.read_bytes()
-    whole = data[: data.rfind(b"\n") + 1]
-    if len(whole) < len(data):
-        write_atomically(path, lambda beside: beside.write_bytes(whole))
-    records = []
-    for number, line in enumerate(whole.splitlines(), 1):
-        try:
-            records.append(json.loads(line))
-        except ValueError:
-            records.append(None)
-        if not isinstance(records[-1], dict):
-            raise HfExtError(f"Line {number} of {path} is not a JSON object; mend it, or delete the file to begin anew.")
-    return records
+    return _on_main_process(read)
 
 
 def _line(record: dict) -> str:

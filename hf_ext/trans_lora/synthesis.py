@@ -36,22 +36,14 @@ MALFORMED, SEED, DUPLICATE, FILTER = "malformed", "repeats a seed", "duplicate",
 
 @dataclass(frozen=True)
 class Candidate:
-    """One input that the target model wrote.
-
-    Attributes:
-        kept: whether it will be labeled and trained on.
-        score: the filter's score; None if an earlier check dropped it, or without a filter.
-        reason: why it was dropped; None if it was kept.
-        round: number of its round.
-        round_size: number of inputs of this round in the file.
-    """
+    """One input that the target model wrote."""
 
     input: str
-    kept: bool
-    score: float | None = None
-    reason: str | None = None
-    round: int = 0
-    round_size: int = 0
+    kept: bool  # it will be labeled and trained on
+    score: float | None = None  # the filter's; None if an earlier check dropped it, or without a filter
+    reason: str | None = None  # it was dropped; None if it was kept
+    round: int = 0  # number of its round
+    round_size: int = 0  # number of inputs of this round in the file
 
 
 #: The filter: returns a score for each input. It keeps those with more than 0.5.
@@ -147,14 +139,9 @@ def write_inputs(
     of_which: str = "",
 ) -> list[Candidate]:
     """Writes and filters inputs until `needed` are kept. synthesis.jsonl in args.output_dir gets all of them (section 3.1).
-
-    Resumes from the file's contents. Repeats an incomplete last round from its seed, with the same result.
-
-    Args:
-        writer: the model that writes, without its adapters if it has some; or a `Server`.
-        settings: what the inputs depend on beside the seeds and the settings of the writing.
-        of_which: the parts of `needed`, for the error.
-    """
+    Resumes from the file's contents. Repeats an incomplete last round from its seed, with the same result. The writer is the
+    model, without its adapters if it has some, or a `Server`. `settings` are what the inputs depend on beside the seeds and the
+    settings of the writing; `of_which` names the parts of `needed` for the error."""
     args, sieve = prompts.args, Sieve(prompts, judge, well_formed)
     names = ("num_shots", "num_items", "temperature", "top_p", "generation_kwargs", "max_input_length", "chat_template_kwargs")
     settings = settings | {"seeds": prompts.seeds} | args.named(*names)

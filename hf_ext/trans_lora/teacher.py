@@ -9,9 +9,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-import torch
 from accelerate import PartialState
 from peft import PeftModel
 from torch import nn
@@ -45,9 +43,9 @@ class Teacher:
         if self.model is not None:
             self.generator = ModelGenerator(self.model, self.encoder, args.generation_batch_size)
 
-    def on(self, device: torch.device) -> contextlib.AbstractContextManager:
-        """Moves the teacher to a device within the block."""
-        return contextlib.nullcontext() if self.model is None else on_device(self.model, device)
+    def on_device(self) -> contextlib.AbstractContextManager:
+        """Moves the teacher to the run's device within the block."""
+        return contextlib.nullcontext() if self.model is None else on_device(self.model, self.args.device)
 
     def completions(self, inputs: Sequence[str]) -> list[Completion]:
         """Returns the answers to inputs."""
@@ -70,7 +68,7 @@ class Teacher:
         args, main, start = self.args, PartialState().is_main_process, time.monotonic()
         path = Path(args.output_dir, SEEDS)
         bar = tqdm(total=len(seeds), desc="Answers to the seeds", disable=not main)
-        with bar, self.on(args.device):
+        with bar, self.on_device():
             answers = in_shares(seeds, self.completions)
             bar.update(len(answers))
         if main and answers:
@@ -91,13 +89,16 @@ class Teacher:
         it is empty or reached max_label_length."""
         args, texts = self.args, list(inputs)
         path = Path(args.output_dir, LABELS)
-        claim(path.parent, "labels", self._settings(), [LABELS])
+        names = ("max_label_length", "teacher_prompt_template", "teacher_system_prompt", "chat_template_kwargs")
+        digest = None if self.model is None else adapter_digest(self.model)
+        settings = {"teacher": self.name, "teacher's adapter (a checksum)": digest} | args.named(*names)
+        claim(path.parent, "labels", settings, [LABELS])
         records = read_lines(path)
         if [record.get("input") for record in records] != texts[: len(records)]:
             raise HfExtError(f"{path} has labels of other inputs; delete it, or take another output_dir.")
         step = args.generation_batch_size * args.world_size * 4
         bar = tqdm(total=len(texts), initial=len(records), desc="Labels", disable=not PartialState().is_main_process)
-        with bar, self.on(args.device):
+        with bar, self.on_device():
             for start in range(len(records), len(texts), step):
                 part = texts[start : start + step]
                 missing = [text for text in part if inputs[text] is None]
@@ -107,12 +108,6 @@ class Teacher:
                 bar.update(len(new))
         self._require_labels((record["label"] for record in records), f"{len(records):,} inputs", path)
         return [(record["input"], record["label"]) for record in records if record["label"]]
-
-    def _settings(self) -> dict[str, Any]:
-        """Returns what its labels depend on."""
-        names = ("max_label_length", "teacher_prompt_template", "teacher_system_prompt", "chat_template_kwargs")
-        digest = None if self.model is None else adapter_digest(self.model)
-        return {"teacher": self.name, "teacher's adapter (a checksum)": digest} | self.args.named(*names)
 
     def _require_labels(self, labels: Iterable[str | None], inputs: str, path: Path) -> None:
         if not any(labels):

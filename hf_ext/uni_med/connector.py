@@ -109,11 +109,9 @@ def soft_weights(logits: torch.Tensor) -> torch.Tensor:
 
 
 class Experts(nn.Module):
-    """A weighted sum of projections, Σₑ wₑ Eₑ(x), with Eₑ(x) = Uₑᵀ GELU(Vₑ x + aₑ) + bₑ, or Uₑᵀ x + bₑ if they are linear.
-
-    The hidden units are multiplied by their expert's weight, so that the sum over experts is one matrix product. The output
-    of a single expert is never in memory. Vₑ is `up[e]`, (hidden, inputs); Uₑ is `down[e]`, (hidden, outputs).
-    """
+    """A weighted sum of projections, Σₑ wₑ Eₑ(x), with Eₑ(x) = Uₑᵀ GELU(Vₑ x + aₑ) + bₑ, or Uₑᵀ x + bₑ if they are linear. The
+    hidden units are multiplied by their expert's weight, so that the sum over experts is one matrix product. The output of a
+    single expert is never in memory. Vₑ is `up[e]`, (hidden, inputs); Uₑ is `down[e]`, (hidden, outputs)."""
 
     def __init__(self, num_experts: int, in_features: int, out_features: int, linear: bool):
         super().__init__()
@@ -172,11 +170,9 @@ class Experts(nn.Module):
 
 
 class Connector(nn.Module):
-    """Maps visual tokens to input embeddings of the language model.
-
-    The arguments are fields of `UniMedConfig`: `kind` is its `connector`, and `top_k` its `num_experts_per_tok`, which are the
-    only experts that the sparse router computes. `vision_size` and `text_size` are the sizes of the models' embeddings.
-    """
+    """Maps visual tokens to input embeddings of the language model. The arguments are fields of `UniMedConfig`: `kind` is its
+    `connector`, and `top_k` its `num_experts_per_tok`, which are the only experts that the sparse router computes.
+    `vision_size` and `text_size` are the sizes of the models' embeddings."""
 
     def __init__(
         self,

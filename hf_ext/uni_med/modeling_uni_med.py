@@ -79,10 +79,7 @@ class UniMedForConditionalGeneration(UniMedPreTrainedModel, GenerationMixin):
     """
 
     def __init__(
-        self,
-        config: UniMedConfig,
-        vision_tower: PreTrainedModel | None = None,
-        language_model: PreTrainedModel | None = None,
+        self, config: UniMedConfig, vision_tower: PreTrainedModel | None = None, language_model: PreTrainedModel | None = None
     ):
         versions.require("Uni-Med", "transformers>=5.16.1")
         super().__init__(config)

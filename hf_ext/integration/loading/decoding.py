@@ -82,10 +82,8 @@ class Decoding:
 
 
 class AnyTensor(WeightConverter):
-    """Decodes tensors that no converter of the model takes.
-
-    One converter serves all of them: Transformers makes a deep copy for every tensor, which can cost more than loading it.
-    """
+    """Decodes tensors that no converter of the model takes. One converter serves all of them: Transformers makes a deep copy
+    for every tensor, which can cost more than loading it."""
 
     __slots__ = ("decoding", "payloads")
 

@@ -16,7 +16,7 @@ from diffusers.quantizers.base import DiffusersQuantizer
 
 from hf_ext.errors import CheckpointError, CorruptFileError
 from hf_ext.integration import compat, versions
-from hf_ext.integration.loading.quantizer import DecodingConfig, are_plain
+from hf_ext.integration.loading.quantizer import DecodingConfig, DecodingForAnother, are_plain
 from hf_ext.storage.config_file import FM_DELTA
 from hf_ext.storage.delta.source import payload_name
 from hf_ext.storage.open import open_delta
@@ -41,11 +41,8 @@ class CompressedConfig(DecodingConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any):
-        """Reads the entry of a config.json.
-
-        Raises:
-            CheckpointError: `from_pretrained` was called with a `quantization_config`, which diffusers would ignore.
-        """
+        """Reads the entry of a config.json. Raises CheckpointError if `from_pretrained` was called with a
+        `quantization_config`, which diffusers would ignore."""
         if original := config_dict.get("quantization"):
             return compat.quantization_after_decoding(original, cls(**config_dict), DiffusersAutoQuantizer.from_dict)
         if (requested := compat.requested_quantization(DiffusersAutoQuantizer)) is not None:
@@ -56,7 +53,7 @@ class CompressedConfig(DecodingConfig):
         return super().from_dict(config_dict, return_unused_kwargs, **kwargs)
 
 
-class CompressedQuantizer(DiffusersQuantizer):
+class CompressedQuantizer(DecodingForAnother, DiffusersQuantizer):
     """Decodes a compressed checkpoint while `from_pretrained` of a diffusers model loads it.
 
     Raises:
@@ -67,22 +64,13 @@ class CompressedQuantizer(DiffusersQuantizer):
     """
 
     quantization_config: CompressedConfig
+    auto = DiffusersAutoQuantizer
     is_serializable = is_trainable = is_compileable = True
     use_keep_in_fp32_modules = True  # as without a quantizer
     source: TensorSource | None = None
     dtype: torch.dtype | None = None
 
-    def __new__(cls, quantization_config: Any = None, **kwargs: Any):
-        """Quantized weights are decoded for their own quantizer, which is returned."""
-        if not hasattr(quantization_config, "decoding"):
-            return super().__new__(cls)
-        ours, *_ = quantization_config.decoding
-        theirs = DiffusersAutoQuantizer.from_config(compat.own_quantization(quantization_config), **kwargs)
-        cls(ours, **kwargs).decode_for(theirs)
-        return theirs
-
     def decode_for(self, theirs: DiffusersQuantizer) -> None:
-        """Lets another quantizer load the decoded weights. Its hooks are wrapped until they have run."""
         hooks = {name: getattr(theirs, name) for name in ("validate_environment", *HOOKS, "postprocess_model")}
 
         def validate_environment(*args: Any, **kwargs: Any) -> None:
@@ -146,12 +134,8 @@ class CompressedQuantizer(DiffusersQuantizer):
 
 
 class Decoded(dict[str, torch.Tensor]):
-    """A state dict whose tensors are decoded when they are read, some ahead.
-
-    Args:
-        payloads: the tensors of one file, which are payloads.
-        source: decodes them by the names in them: diffusers may have renamed the keys.
-    """
+    """A state dict whose tensors are decoded when they are read, some ahead. The payloads are those of one file; the source
+    decodes them by the names in them, as diffusers may have renamed the keys."""
 
     def __init__(self, payloads: dict[str, torch.Tensor], source: TensorSource):
         super().__init__(payloads)

@@ -13,10 +13,8 @@ from hf_ext.storage.weights import KEY, PARTS_OF
 
 
 def require_decoding(variables: Mapping[str, Any]) -> None:
-    """Raises CheckpointError if a `from_pretrained` with these local variables lacks the quantizer that its files require.
-
-    With `quantization_config=None`, the Auto classes remove the entry of config.json that selects the quantizer.
-    """
+    """Raises CheckpointError if a `from_pretrained` with these local variables lacks the quantizer that its files require. With
+    `quantization_config=None`, the Auto classes remove the entry of config.json that selects the quantizer."""
     files = [file for file in variables.get("checkpoint_files") or () if str(file).endswith(".safetensors")]
     method = getattr(getattr(variables.get("hf_quantizer"), "quantization_config", None), "quant_method", None)
     if not files or method in ENCODINGS:

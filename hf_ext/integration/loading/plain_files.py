@@ -46,11 +46,7 @@ class PlainFiles:
             self._use(folder)
 
     def use_temporary(self) -> None:
-        """Decodes all weights to temporary files, and loads those.
-
-        Raises:
-            CheckpointError: there is no room for them.
-        """
+        """Decodes all weights to temporary files, and loads those. Raises CheckpointError if there is no room for them."""
         files = self._decoded()
         place = place_for(files)
         folder = self._held.enter_context(TemporaryDirectory(prefix="hf_ext-", dir=place, ignore_cleanup_errors=True))
@@ -58,13 +54,8 @@ class PlainFiles:
         self._use(Path(folder))
 
     def use_shared(self, run: Callable[[Callable[[], Any]], list[Any]]) -> None:
-        """Loads files that the first process of each node decodes for the others.
-
-        They have no names, so that the system removes them with the last process that needs them, however it ends.
-
-        Args:
-            run: of `ranks.together`.
-        """
+        """Loads files that the first process of each node decodes for the others. They have no names, so that the system
+        removes them with the last process that needs them, however it ends. `run` is that of `ranks.together`."""
         with ExitStack() as writing:
             nodes = run(ranks.node)
             first = nodes.index(ranks.node())

@@ -85,7 +85,25 @@ class DecodingConfig(QuantizationConfigMixin):
         return super(DecodingConfig, kind).from_dict(config_dict, return_unused_kwargs, **kwargs)
 
 
-class DecodingQuantizer(HfQuantizer):
+class DecodingForAnother:
+    """A quantizer that decodes quantized weights for their own quantizer. The host that asks for the one gets the other."""
+
+    auto: Any  # the host's class that makes a quantizer from its config
+
+    def __new__(cls, quantization_config: Any = None, **kwargs: Any) -> Any:
+        if not hasattr(quantization_config, "decoding"):
+            return super().__new__(cls)
+        ours, *_ = quantization_config.decoding
+        theirs = cls.auto.from_config(compat.own_quantization(quantization_config), **kwargs)
+        cls(ours, **kwargs).decode_for(theirs)  # type: ignore[call-arg]
+        return theirs
+
+    def decode_for(self, theirs: Any) -> None:
+        """Lets another quantizer load the decoded weights. Its hooks are wrapped until they have run."""
+        raise NotImplementedError
+
+
+class DecodingQuantizer(DecodingForAnother, HfQuantizer):
     """Decodes a checkpoint while `from_pretrained` loads it.
 
     Attributes:
@@ -107,15 +125,7 @@ class DecodingQuantizer(HfQuantizer):
     plain: str
     advice: str
     files: PlainFiles  # if there is a source
-
-    def __new__(cls, quantization_config: Any = None, **kwargs):
-        """Quantized weights are decoded to files, which their own quantizer loads: it is returned."""
-        if not hasattr(quantization_config, "decoding"):
-            return super().__new__(cls)
-        ours, *_ = quantization_config.decoding
-        theirs = AutoHfQuantizer.from_config(compat.own_quantization(quantization_config), **kwargs)
-        cls(ours, **kwargs).decode_for(theirs)
-        return theirs
+    auto = AutoHfQuantizer
 
     @abstractmethod
     def open(self, model: PreTrainedModel, files: list[Path]) -> TensorSource:
@@ -139,7 +149,7 @@ class DecodingQuantizer(HfQuantizer):
             self.then.validate_environment(*args, **kwargs)
 
     def decode_for(self, theirs: HfQuantizer) -> None:
-        """Lets another quantizer load the decoded files. Its hooks are wrapped until they have run."""
+        """Decodes to files, which the other quantizer loads."""
         hooks = {name: getattr(theirs, name) for name in ("validate_environment", "update_dtype", "preprocess_model")}
 
         def validate_environment(*args, **kwargs):

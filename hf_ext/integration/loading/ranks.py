@@ -19,10 +19,8 @@ WAIT = timedelta(hours=2)  # for a process that decodes a large model
 
 @contextmanager
 def together() -> Iterator[Callable[[Callable[[], Any]], list[Any]]]:
-    """Yields a function that runs an action in each process of the job, and returns the results of all, by rank.
-
-    If the action fails in one process, the function raises in all of them: there its error, elsewhere a copy of it.
-    """
+    """Yields a function that runs an action in each process of the job, and returns the results of all, by rank. If the action
+    fails in one process, the function raises in all of them: there its error, elsewhere a copy of it."""
     if not (dist.is_available() and dist.is_initialized()):
         yield lambda action: [action()]
         return

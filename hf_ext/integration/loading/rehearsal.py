@@ -37,11 +37,8 @@ def is_running() -> bool:
 
 
 def require_success() -> None:
-    """Tries it once in a process, which takes a second. Does nothing with tested versions.
-
-    Raises:
-        AttributeError: decoding during loading does not work.
-    """
+    """Tries it once in a process, which takes a second. Does nothing with tested versions. Raises AttributeError if decoding
+    during loading does not work."""
     if _runs.get():
         return
     token = _runs.set(True)

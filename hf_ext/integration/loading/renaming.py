@@ -12,42 +12,23 @@ from typing import NamedTuple
 import torch
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
-    WeightTransform,
-    dot_natural_key,
-    rename_source_key,
-)
+from transformers.core_model_loading import WeightConverter, WeightRenaming, WeightTransform, dot_natural_key, rename_source_key
 
 
 class Destination(NamedTuple):
-    """The destination of a tensor.
+    """The destination of a tensor."""
 
-    Attributes:
-        target: a parameter of the model. A converter may make several of it; this is the first.
-        pattern: the source pattern of the model's converter for it; None without one.
-        kept: where the tensor keeps its own name because its new name is not in the model, the new name before converters;
-            else None.
-    """
-
-    target: str
-    pattern: str | None
-    kept: str | None
+    target: str  # a parameter of the model, the first if a converter makes several of the tensor
+    pattern: str | None  # the source pattern of the model's converter for it; None without one
+    kept: str | None  # where the tensor keeps its name, as the new one is not in the model: the new one before converters
 
 
 def destinations(
     names: Iterable[str], conversions: Iterable[WeightTransform], prefix: str, state: Mapping[str, torch.Tensor]
 ) -> dict[str, Destination]:
     """Returns the destinations of the tensors of a checkpoint that the model has a place for, in the order in which
-    `from_pretrained` uses them.
-
-    Args:
-        names: of the tensors.
-        conversions: of the model's checkpoints.
-        prefix: the model's `base_model_prefix`.
-        state: the model's state dict.
-    """
+    `from_pretrained` uses them, given the conversions of the model's checkpoints, its `base_model_prefix` and its state
+    dict."""
     conversions = deepcopy(list(conversions))  # renaming leaves marks on them
     renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
@@ -65,12 +46,7 @@ def destinations(
 
 
 def names_by_weight(names: Iterable[str], model: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Returns the name in a checkpoint of each weight that loading takes from one tensor, which it may rename.
-
-    Args:
-        names: of the tensors.
-        model: may have adapters inside.
-        state: the weights that the model has without them.
-    """
+    """Returns the name in a checkpoint of each weight that loading takes from one tensor, which it may rename. The model may
+    have adapters inside; `state` are the weights that it has without them."""
     places = destinations(names, get_model_conversion_mapping(model), model.base_model_prefix, state)
     return {place.target: name for name, place in places.items() if place.pattern is None}

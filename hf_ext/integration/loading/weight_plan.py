@@ -93,11 +93,8 @@ def ignored_weight(model: PreTrainedModel, names: Iterable[str]) -> tuple[str, s
 
 
 def skeleton_of(config: dict, owner: object) -> PreTrainedModel | None:
-    """Returns the model of a config.json, without weights; None if Transformers has no class of that name.
-
-    Raises:
-        CheckpointError: the class of `owner` cannot be built: Transformers refuses the configuration, or has changed.
-    """
+    """Returns the model of a config.json, without weights; None if Transformers has no class of that name. Raises
+    CheckpointError if the class of `owner` cannot be built: Transformers refuses the configuration, or has changed."""
     kind = getattr(transformers, str((config.get("architectures") or [""])[0]), None)
     if not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):
         return None
@@ -111,15 +108,9 @@ def skeleton_of(config: dict, owner: object) -> PreTrainedModel | None:
 
 
 def ties_of(model: PreTrainedModel | None, *files: Collection[str]) -> Ties:
-    """Returns the names that stand for one weight: those that the model ties, and those of one weight in different files.
-
-    Args:
-        model: without weights. Without a model, names are compared by their endings.
-        files: the names of the tensors in each file.
-
-    Raises:
-        CheckpointError: two files hold a weight in different forms: experts one by one and stacked, for instance.
-    """
+    """Returns the names that stand for one weight: those that the model, which is without weights, ties, and those of one
+    weight in different files, given the names of the tensors in each. Without a model, names are compared by their endings.
+    Raises CheckpointError if two files hold a weight in different forms: experts one by one and stacked, for instance."""
     if model is None:
         return Ties({}, _twins(files))
     return Ties(model.all_tied_weights_keys, _aliases(model, {frozenset(names) for names in files}))

@@ -34,16 +34,12 @@ def best_mode(tensor: RawTensor, base: RawTensor) -> int:
 
 def encode_bytes(tensor: RawTensor, base: RawTensor, mode: int, threads: int) -> bytes:
     """Returns the body of a tensor whose base has the same type and shape."""
-    numbers, prediction = _numbers(tensor, base, mode), _numbers(base, base, mode)
-    return _native.encode(numbers, prediction, FLOATS["BF16"], _row_length(tensor, numbers), numbers.size, threads)
+    numbers, base_numbers = _numbers(tensor, base, mode), _numbers(base, base, mode)
+    return _native.encode(numbers, base_numbers, FLOATS["BF16"], _row_length(tensor, numbers), numbers.size, threads)
 
 
 def decode_bytes(body: np.ndarray, base: RawTensor, mode: int, threads: int) -> np.ndarray:
-    """Returns the bytes of a tensor.
-
-    Raises:
-        ValueError: the body is damaged, or made with another base.
-    """
+    """Returns the bytes of a tensor. Raises ValueError if the body is damaged, or made with another base."""
     numbers = _numbers(base, base, mode)
     _native.decode(body, (numbers, numbers, FLOATS["BF16"], _row_length(base, numbers), numbers.size, threads))
     return _bytes(numbers, base.data, base.dtype, mode)

@@ -1,4 +1,4 @@
-"""The difference between a matrix and its prediction, read in bands of rows."""
+"""The difference between a matrix and that of a base, read in bands of rows."""
 
 from __future__ import annotations
 
@@ -18,26 +18,22 @@ GROUPS = 16  # of bands of rows, each with a sum of its own
 
 
 class Change:
-    """The difference between a matrix and its prediction. Rows are computed each time they are needed.
-
-    Args:
-        data: bytes of the matrix, with rows of `length` values.
-        prediction: bytes of the prediction, of the same type and size.
-    """
+    """The difference between a matrix and that of a base, both given as bytes of one type and size, with rows of `length`
+    values. Rows are computed each time they are needed."""
 
     scale = 1.0  # factor of the change that `rows` returns, to that of the tensor
 
-    def __init__(self, data: np.ndarray, prediction: np.ndarray, dtype: str, length: int):
+    def __init__(self, data: np.ndarray, base_data: np.ndarray, dtype: str, length: int):
         self.dtype = dtype
-        self.values, self.predictions = (array.reshape(-1, length * WIDTHS[dtype]) for array in (data, prediction))
+        self.values, self.base = (array.reshape(-1, length * WIDTHS[dtype]) for array in (data, base_data))
         self.shape = len(self.values), length
 
     def rows(self, rows: slice | np.ndarray) -> tuple[torch.Tensor, np.ndarray]:
         """Returns the change of some rows (float32, 0 where it is not finite) and the sum of the squares of each."""
         check_awaited()
-        values, predictions = (np.ascontiguousarray(array[rows]) for array in (self.values, self.predictions))
+        values, base = (np.ascontiguousarray(array[rows]) for array in (self.values, self.base))
         change, energies = np.empty((len(values), self.shape[1]), np.float32), np.empty(len(values))
-        _native.subtract(values, predictions, FLOATS[self.dtype], self.shape[1], change, energies)
+        _native.subtract(values, base, FLOATS[self.dtype], self.shape[1], change, energies)
         return torch.from_numpy(change), energies
 
     @cached_property
@@ -51,10 +47,8 @@ class Change:
         return float(self.energies.sum())
 
     def product(self, vectors: torch.Tensor, threads: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the change times some vectors (columns × width), and the transposed change times these images.
-
-        It reads the change once, and gets `energies` with it. The result does not depend on the number of threads.
-        """
+        """Returns the change times some vectors (columns × width), and the transposed change times these images. It reads the
+        change once, and gets `energies` with it. The result does not depend on the number of threads."""
         bands, images = list(self.bands()), torch.empty(vectors.shape[1], self.shape[0], dtype=torch.float32)
         energies = np.empty(self.shape[0])
 
@@ -86,19 +80,17 @@ class Change:
         return starts[:-1] + (np.random.default_rng(0).random(count) * np.diff(starts)).astype(np.int64)
 
     def pair(self, rows: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the values in some rows in their own type, and their predictions as float32."""
-        values, predictions = (
-            torch.from_numpy(array[rows]).view(torch_dtype(self.dtype)) for array in (self.values, self.predictions)
-        )
-        return values, predictions.float()
+        """Returns the values in some rows in their own type, and the base's as float32."""
+        values, base = (torch.from_numpy(array[rows]).view(torch_dtype(self.dtype)) for array in (self.values, self.base))
+        return values, base.float()
 
 
 class ScaledChange(Change):
     """A change times a power of 4, so that single precision can add up its squares. `largest` is the magnitude of its largest
     value, before that."""
 
-    def __init__(self, data: np.ndarray, prediction: np.ndarray, dtype: str, length: int):
-        super().__init__(data, prediction, dtype, length)
+    def __init__(self, data: np.ndarray, base_data: np.ndarray, dtype: str, length: int):
+        super().__init__(data, base_data, dtype, length)
         self.largest = max((float(self._difference(band).abs().max()) for band in self.bands()), default=0.0)
         if 0 < self.largest < math.inf:
             self.scale = 4.0 ** (-math.frexp(self.largest)[1] // 2)
@@ -109,8 +101,7 @@ class ScaledChange(Change):
         return change.float(), change.square().sum(1).numpy()
 
     def _difference(self, rows: slice | np.ndarray) -> torch.Tensor:
-        values, predictions = (
-            torch.from_numpy(array[rows].copy()).view(torch_dtype(self.dtype)).double()
-            for array in (self.values, self.predictions)
+        values, base = (
+            torch.from_numpy(array[rows].copy()).view(torch_dtype(self.dtype)).double() for array in (self.values, self.base)
         )
-        return values - predictions
+        return values - base

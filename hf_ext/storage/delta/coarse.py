@@ -15,7 +15,7 @@ import torch
 import xxhash
 
 from hf_ext.storage.delta.change import Change
-from hf_ext.storage.delta.codec import encode_body, predicted_values, prediction_of
+from hf_ext.storage.delta.codec import cast_base, encode_body, predicted_values
 from hf_ext.storage.delta.low_rank import coarse_change, spacing
 from hf_ext.storage.delta.payload import (
     CODED,
@@ -42,17 +42,11 @@ WORTH = math.log(2) / 6  # squared steps of error that one bit must save: what i
 
 
 class Coarse(NamedTuple):
-    """A tensor that was encoded approximately.
+    """A tensor that was encoded approximately."""
 
-    Attributes:
-        payload: for `decode_raw`.
-        tensor: what it decodes to.
-        numbers: the number of values that have a change of their own beside the low-rank part.
-    """
-
-    payload: bytes
-    tensor: RawTensor
-    numbers: int
+    payload: bytes  # for `decode_raw`
+    tensor: RawTensor  # that it decodes to
+    numbers: int  # of values that have a change of their own beside the low-rank part
 
 
 class _Body(NamedTuple):
@@ -105,20 +99,20 @@ def _stack(tensor: RawTensor, base: RawTensor, step: float, gain: float, threads
 
 def _body(tensor: RawTensor, base: RawTensor, step: float, gain: float, threads: int) -> _Body:
     values, dtype, shape = predicted_values(tensor, base), tensor.dtype, tensor.shape
-    prediction = prediction_of(base, dtype, values)
-    if prediction is None or dtype == "F64":
+    base_data = cast_base(base, dtype, values)
+    if base_data is None or dtype == "F64":
         return _Body(*encode_body(tensor, base, threads, 1), tensor.data, 0)
     data, length, is_matrix = aligned(tensor.data, dtype), row_length(shape), has_long_rows(shape)
-    change = Change(data[: prediction.size], prediction, dtype, length if is_matrix else values)
+    change = Change(data[: base_data.size], base_data, dtype, length if is_matrix else values)
     step, gain = _bounded(change, step, gain)
     pair = coarse_change(change, step, gain, threads) if is_matrix else None
     plain, stretched = pair or (None, None)
     settings = step * gain, threshold(change, plain, step), stretched
     if gain != 1:
-        data = np.concatenate([_stretch(change, plain, stretched, gain), data[prediction.size :]])
-    body, numbers = _native.encode_coarse(data, prediction, FLOATS[dtype], length, values, threads, settings)
+        data = np.concatenate([_stretch(change, plain, stretched, gain), data[base_data.size :]])
+    body, numbers = _native.encode_coarse(data, base_data, FLOATS[dtype], length, values, threads, settings)
     restored = np.empty_like(data)
-    _native.decode(body, (restored, prediction, FLOATS[dtype], length, values, threads))
+    _native.decode(body, (restored, base_data, FLOATS[dtype], length, values, threads))
     return _Body(CODED, values, body, restored, numbers)
 
 

@@ -122,15 +122,9 @@ def decode_rows(
     threads: int = 1,
     out: np.ndarray | None = None,
 ) -> RawTensor:
-    """Decodes the matrices from `begin` to `end` of the first dimension of a STACKED tensor.
-
-    Args:
-        base: the same rows of the base's tensor, or those that it has.
-        payload, header, threads, out: as for `decode_raw`; `out` is of the size of the rows.
-
-    Raises:
-        CorruptFileError, BaseModelError, MissingDependencyError: as `decode_raw`.
-    """
+    """Decodes the matrices from `begin` to `end` of the first dimension of a STACKED tensor. `base` has the same rows of the
+    base's tensor, or those that it has, and `out` is of the size of the rows. The rest is as for `decode_raw`, errors
+    included."""
     if header.base_values and base is None:  # before a forged size takes memory
         raise header.missing_base()
     shape = (end - begin, *header.shape[1:])
@@ -141,9 +135,9 @@ def decode_rows(
 
     def decode(i: int) -> None:
         matrix, body = matrices[i]
-        twin = matrix_of(base, matrix.shape, i) if matrix.base_values and base is not None else None
+        base_matrix = matrix_of(base, matrix.shape, i) if matrix.base_values and base is not None else None
         place = data[i * size : (i + 1) * size]
-        decoded = decode_body(body, twin, matrix, -(-threads // len(matrices)), place)
+        decoded = decode_body(body, base_matrix, matrix, -(-threads // len(matrices)), place)
         if decoded.data is not place:
             place[:] = decoded.data
 
@@ -187,17 +181,9 @@ def decode_body(body: np.ndarray, base: RawTensor | None, header: Header, thread
 
 
 def stored_factors(payload: np.ndarray | bytes, header: Header) -> Factors | None:
-    """Returns the low-rank change of a matrix that a payload holds, without the base; None if it holds none.
-
-    The base moved by this change is the codec's prediction of the tensor, except for rounding to the tensor's type.
-
-    Args:
-        payload: as `encode_raw` returned it.
-        header: the result of `read_header`.
-
-    Raises:
-        CorruptFileError: the payload is damaged.
-    """
+    """Returns the low-rank change of a matrix that a payload with this header holds, without the base; None if it holds none.
+    The base moved by this change is the codec's prediction of the tensor, except for rounding to the tensor's type. Raises
+    CorruptFileError if the payload is damaged."""
     if header.mode != CODED or header.base_values != header.values or not has_long_rows(header.shape):
         return None
     body, length = np.frombuffer(payload, np.uint8)[header.body :], row_length(header.shape)
@@ -218,8 +204,8 @@ def _encode_stack(tensor: RawTensor, base: RawTensor | None, threads: int, level
 
     def encode(i: int) -> tuple[int, int, int, Body]:
         matrix = matrix_of(tensor, shape, i)
-        twin = None if base is None or i >= predicted else matrix_of(base, shape, i)
-        mode, base_values, body = encode_body(matrix, twin, -(-threads // count), level)
+        base_matrix = None if base is None or i >= predicted else matrix_of(base, shape, i)
+        mode, base_values, body = encode_body(matrix, base_matrix, -(-threads // count), level)
         return mode, base_values, xxhash.xxh3_64_intdigest(matrix.data), body
 
     matrices = in_threads(encode, count, threads)
@@ -246,18 +232,19 @@ def encode_body(tensor: RawTensor, base: RawTensor | None, threads: int, level: 
         if mode == STORED:
             base_values = 0
     elif tensor.dtype in ITEMSIZE and tensor.data.size:
-        twin = base if base is not None and (base.dtype, base.shape) == (tensor.dtype, tensor.shape) else None
-        if twin:
-            candidate_mode = best_mode(tensor, twin)
-            candidate = encode_bytes(tensor, twin, candidate_mode, threads)
+        if base is not None and (base.dtype, base.shape) != (tensor.dtype, tensor.shape):
+            base = None
+        if base:
+            candidate_mode = best_mode(tensor, base)
+            candidate = encode_bytes(tensor, base, candidate_mode, threads)
             if len(candidate) < len(body):
                 mode, base_values, body = candidate_mode, math.prod(tensor.shape), memoryview(candidate)
             if len(candidate) < FEW_BYTES * tensor.data.size:
                 return mode, base_values, body
-        for prior in [twin, None] if twin else [None]:
-            candidate = deflate(tensor.data - prior.data if prior else tensor.data)
+        for against in [base, None] if base else [None]:
+            candidate = deflate(tensor.data - against.data if against else tensor.data)
             if len(candidate) < len(body):
-                mode, base_values, body = DEFLATED, math.prod(tensor.shape) if prior else 0, memoryview(candidate)
+                mode, base_values, body = DEFLATED, math.prod(tensor.shape) if against else 0, memoryview(candidate)
     return mode, base_values, body
 
 
@@ -274,21 +261,16 @@ def predicted_values(tensor: RawTensor, base: RawTensor | None) -> int:
 
 
 def _encode_floats(
-    tensor: RawTensor,
-    coded: RawTensor,
-    base: RawTensor | None,
-    predicted: int,
-    threads: int,
-    level: int,
+    tensor: RawTensor, coded: RawTensor, base: RawTensor | None, predicted: int, threads: int, level: int
 ) -> tuple[int, bytes]:
     """Returns the mode byte and the body of a tensor whose first `predicted` values the base predicts. `coded` is the same
     tensor in the type of its coded values."""
     is_own, length = coded is tensor, row_length(tensor.shape)
     if is_own and not predicted and has_long_rows(tensor.shape) and (mixed := encode_mixed(tensor, length, threads)):
         return MIXED | FLOATS[mixed[0]] << 4, mixed[1]
-    data, prediction = aligned(coded.data, coded.dtype), prediction_of(base, coded.dtype, predicted)
-    changes = _changes(coded, data, prediction, threads, level)
-    body = _native.encode(data, prediction, FLOATS[coded.dtype], length, predicted, threads, changes)
+    data, base_data = aligned(coded.data, coded.dtype), cast_base(base, coded.dtype, predicted)
+    changes = _changes(coded, data, base_data, threads, level)
+    body = _native.encode(data, base_data, FLOATS[coded.dtype], length, predicted, threads, changes)
     return CODED | (0 if is_own else FLOATS[coded.dtype] << 4), body
 
 
@@ -298,18 +280,18 @@ def _decode_floats(body: np.ndarray, header: Header, base: RawTensor | None, dat
     if header.mode == MIXED:
         return decode_mixed(body, header.narrow, header.dtype, length, data, threads)
     coded = np.empty(header.values * WIDTHS[coded_dtype], np.uint8) if header.narrow else data
-    prediction = prediction_of(base, coded_dtype, header.base_values)
-    _native.decode(body, (coded, prediction, FLOATS[coded_dtype], length, header.base_values, threads))
+    base_data = cast_base(base, coded_dtype, header.base_values)
+    _native.decode(body, (coded, base_data, FLOATS[coded_dtype], length, header.base_values, threads))
     if header.narrow:
         _native.cast(coded, FLOATS[coded_dtype], data, FLOATS[header.dtype])
 
 
 def _changes(
-    tensor: RawTensor, data: np.ndarray, prediction: np.ndarray | None, threads: int, level: int
+    tensor: RawTensor, data: np.ndarray, base_data: np.ndarray | None, threads: int, level: int
 ) -> tuple[Factors, ...]:
     """Returns low-rank changes that may bring the base's values closer to the tensor's, whose aligned bytes are `data`."""
     length = row_length(tensor.shape)
-    if level == LEVELS[0] or prediction is None or len(tensor.shape) < 2 or length != math.prod(tensor.shape[1:]):
+    if level == LEVELS[0] or base_data is None or len(tensor.shape) < 2 or length != math.prod(tensor.shape[1:]):
         return ()
     try:
         from hf_ext.storage.delta import low_rank
@@ -318,10 +300,10 @@ def _changes(
             "Compressing at levels 2 and 3 needs PyTorch, which is not installed: pip install torch, or compress with level=1."
         ) from error
 
-    return tuple(low_rank.changes(data[: prediction.size], prediction, tensor.dtype, length, level, threads))
+    return tuple(low_rank.changes(data[: base_data.size], base_data, tensor.dtype, length, level, threads))
 
 
-def prediction_of(base: RawTensor | None, dtype: str, values: int) -> np.ndarray | None:
+def cast_base(base: RawTensor | None, dtype: str, values: int) -> np.ndarray | None:
     """Returns the first `values` values of the base as `dtype`."""
     if base is None or values == 0:
         return None

@@ -11,10 +11,10 @@ from hf_ext.storage.prefetch import check_awaited
 AT_ONCE = 1 << 22  # bytes between two calls of `check_awaited`
 
 
-def deflate(data: np.ndarray) -> bytes:
+def deflate(data: np.ndarray, level: int = zlib.Z_DEFAULT_COMPRESSION) -> bytes:
     """Returns a zlib stream of bytes."""
-    # Z_RLE searches only for runs: matches at other distances are rare in tensors.
-    packer = zlib.compressobj(strategy=zlib.Z_RLE)
+    # Z_RLE searches only for runs: matches at other distances are rare in tensors and in masks.
+    packer = zlib.compressobj(level, strategy=zlib.Z_RLE)
     parts = []
     for start in range(0, data.size, AT_ONCE):
         check_awaited()

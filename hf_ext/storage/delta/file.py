@@ -49,14 +49,8 @@ class BaseInfo:
 
 
 class CompressedFile:
-    """A compressed file. Opening it checks everything but the payloads.
-
-    Args:
-        file: path of the file, or the opened file.
-
-    Raises:
-        CorruptFileError: the file is damaged, is not compressed, or has another format version.
-    """
+    """A compressed file, given by its path or opened. Opening it checks everything but the payloads. Raises CorruptFileError if
+    the file is damaged, is not compressed, or has another format version."""
 
     def __init__(self, file: str | os.PathLike | SafetensorsFile):
         self.file = SafetensorsFile(file) if isinstance(file, str | os.PathLike) else file
@@ -72,17 +66,16 @@ class CompressedFile:
             raise CorruptFileError(f"The header of {self.path} is damaged: {type(error).__name__} {error}.") from error
         if not isinstance(self.original_metadata, dict) or _others(self.original_metadata) != _others(self.file.metadata):
             raise CorruptFileError(f"The header of {self.path} is damaged: its metadata differ from the original file's.")
-        if self.original.keys() != self.file.entries.keys() or not _is_contiguous(self.original.values()):
+        entries = self.original.values()
+        is_contiguous = all(end == entry.begin <= entry.end for end, entry in zip([0, *(e.end for e in entries)], entries))
+        if self.original.keys() != self.file.entries.keys() or not is_contiguous:
             raise CorruptFileError(f"The header of {self.path} is damaged: its tensors differ from the original file's.")
 
         self._intact: set[str] = set()
 
     def payload(self, name: str) -> np.ndarray:
-        """Returns the payload of a tensor, checked against its checksum the first time.
-
-        Raises:
-            CorruptFileError: it is damaged.
-        """
+        """Returns the payload of a tensor, checked against its checksum the first time. Raises CorruptFileError if it is
+        damaged."""
         payload = self.file[name].data
         if name not in self._intact:
             try:
@@ -148,11 +141,8 @@ def digest_of(checksums: Iterable[tuple[str, int]]) -> str:
 
 
 def check_shards(files: Sequence[CompressedFile]) -> None:
-    """Checks that these files are all the shards of one save. Reads the headers of payloads only.
-
-    Raises:
-        CorruptFileError: a file belongs to another save, shards are missing, or too many tensors need the same base tensor.
-    """
+    """Checks that these files are all the shards of one save. Reads the headers of payloads only. Raises CorruptFileError if a
+    file belongs to another save, shards are missing, or too many tensors need the same base tensor."""
     digest = digest_of((header.name, header.checksum) for file in files for header in file.headers.values())
     for file in files:
         if file.digest != digest or file.base != files[0].base:
@@ -168,14 +158,9 @@ def check_shards(files: Sequence[CompressedFile]) -> None:
 
 
 class CompressedWriter:
-    """A writer of a compressed file, payload by payload. It reserves space for the header first. `finish` writes the header
-    when the payloads of all shards are known; `close` comes before, so that only one shard is open at a time.
-
-    Args:
-        path: of the new file.
-        original: the file to compress; only its header is used.
-        base: the base to record in the file; None without one.
-    """
+    """A writer of a compressed file, payload by payload. It reserves space for the header first, of which `original` gives the
+    entries. `finish` writes the header when the payloads of all shards are known; `close` comes before, so that only one shard
+    is open at a time."""
 
     def __init__(self, path: Path, original: TensorFile, base: BaseInfo | None):
         self.original = original
@@ -233,12 +218,3 @@ def _unpack_header(packed: str, size: int) -> bytes:
 def _others(metadata: Mapping[str, str]) -> dict[str, str]:
     """Returns the metadata that do not belong to this format."""
     return {key: text for key, text in metadata.items() if key not in SEAL.keys}
-
-
-def _is_contiguous(entries: Iterable[Entry]) -> bool:
-    end = 0
-    for entry in entries:
-        if not entry.begin == end <= entry.end:
-            return False
-        end = entry.end
-    return True

@@ -66,21 +66,14 @@ class Grid(NamedTuple):
         return np.log2(np.add.outer(variance, self.variances) + TINY) @ self.shares / 2
 
 
-def changes(data: np.ndarray, prediction: np.ndarray, dtype: str, length: int, level: int, threads: int = 1) -> list[Factors]:
-    """Returns low-rank changes that may bring a base closer to a tensor, to be tried one by one.
-
-    A sample of the rows shows whether any change can pay. Memory: the sample (at most 2^23 values), the factors and a few bands
-        of rows.
-
-    Args:
-        data: bytes of the tensor, a matrix with rows of `length` values.
-        prediction: bytes of the base, of the same type and size.
-        level: 2 or 3, see `encode_raw`.
-        threads: number of threads; the result does not depend on it.
-    """
+def changes(data: np.ndarray, base_data: np.ndarray, dtype: str, length: int, level: int, threads: int = 1) -> list[Factors]:
+    """Returns low-rank changes that may bring a base closer to a tensor, to be tried one by one, at level 2 or 3 of
+    `encode_raw`. Both are given as bytes of one type and size, the tensor with rows of `length` values. A sample of the rows
+    shows whether any change can pay. Memory: the sample (at most 2^23 values), the factors and a few bands of rows. The result
+    does not depend on the number of threads."""
     if MOST // length < LEAST:
         return []
-    change, spacings = Change(data, prediction, dtype, length), spacings_of(data, dtype)
+    change, spacings = Change(data, base_data, dtype, length), spacings_of(data, dtype)
     with np.errstate(over="ignore"):  # float64 values may be too far apart to be squared
         grid = Grid.of(spacings)
     part = low_rank_part(change, grid, MAX_RANK_OF_ALL[level], PASSES[level], threads)
@@ -132,14 +125,9 @@ class Part(NamedTuple):
 
 
 def low_rank_part(change: Change, grid: Grid, most: int, passes: int, threads: int) -> Part | None:
-    """Returns the low-rank part of a change that pays, from a glance at a sample of rows and power iterations over the whole
-    matrix; None if no component pays.
-
-    Args:
-        grid: the rounding of the tensor's values to their type.
-        most: limit of the rank.
-        passes: number of power iterations.
-    """
+    """Returns the low-rank part of a change that pays, of rank `most` at most, from a glance at a sample of rows and `passes`
+    power iterations over the whole matrix; None if no component pays. `grid` is the rounding of the tensor's values to their
+    type."""
     start = glance(change, grid, most) if min(change.shape) >= LEAST and math.isfinite(grid.mean) else None
     if start is None:
         return None
@@ -153,12 +141,7 @@ def low_rank_part(change: Change, grid: Grid, most: int, passes: int, threads: i
 
 def glance(change: Change, grid: Grid, most: int) -> torch.Tensor | None:
     """Returns the leading right singular vectors of a sample of rows (columns × width), at least MARGIN more than pay, or None
-    if the sample shows that no component pays.
-
-    Args:
-        grid: the rounding of the tensor's values to their type.
-        most: limit of the rank.
-    """
+    if the sample shows that no component pays. The arguments are those of `low_rank_part`."""
     rows, columns = change.shape
     width = FEW
     while True:
@@ -198,11 +181,8 @@ def whole_values(values: np.ndarray, energy: float, sampled: int, shape: tuple[i
 
 def search(rank: int, is_all: bool, dtype: str, level: int) -> list[tuple[int, Sequence[int]]]:
     """Returns the ranks to try, each with its step sizes: the numbers of times to halve the squared step of the factors,
-    starting from the best step for a rest of white noise.
-
-    A change that is completely of low rank leaves almost no rest. Each predicted value is then exact or off by one step; finer
-    factors make errors rarer.
-    """
+    starting from the best step for a rest of white noise. A change that is completely of low rank leaves almost no rest. Each
+    predicted value is then exact or off by one step; finer factors make errors rarer."""
     if is_all and level == 2:
         return [(rank, range(1, 10, 2) if WIDTHS[dtype] == 2 else [4, 7])]
     if is_all:  # a weighted fit may make more components pay
@@ -228,16 +208,9 @@ def spacing(values: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def best_rank(values: np.ndarray, energy: float, shape: tuple[int, int], grid: Grid) -> int:
-    """Returns the rank at which factors and rest together take the fewest bits, if the rest is white noise and each component
-    counts as `grid.least_gain` bits more for each value, because it takes time. Returns 0 if no rank saves a share of
-    LEAST_SAVED.
-
-    Args:
-        values: the leading singular values of the change, in decreasing order.
-        energy: sum of the squares of the whole change.
-        shape: of the change.
-        grid: the rounding of the tensor's values to their type.
-    """
+    """Returns the rank at which factors and rest together take the fewest bits, given the leading singular values of the change
+    and its energy, if the rest is white noise and each component counts as `grid.least_gain` bits more for each value, because
+    it takes time. Returns 0 if no rank saves a share of LEAST_SAVED."""
     rows, columns = shape
     count = rows * columns
     if not len(values) or not count:
@@ -289,11 +262,8 @@ def quantize(left: torch.Tensor, right: torch.Tensor, exponent: int) -> Factors 
 
 
 def step_exponent(left: torch.Tensor, right: torch.Tensor, rest: float) -> int:
-    """Returns the exponent of `quantize` that takes the fewest bits.
-
-    Args:
-        rest: variance of a value's rest after the product, including the rounding of its type.
-    """
+    """Returns the exponent of `quantize` that takes the fewest bits, given the variance of a value's rest after the product,
+    including the rounding of its type."""
     energy, (rows, rank), columns = float(left.double().square().sum()), left.shape, right.shape[1]
     square = float(_steps(energy, rank, rest, rows, columns)[1])
     limit = MAX_EXPONENT + 1

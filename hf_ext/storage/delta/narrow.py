@@ -14,15 +14,9 @@ SAMPLED_ROWS, SAMPLED_VALUES = 1024, 16  # rows, and values of a row, that show 
 
 
 def narrow_rows(tensor: RawTensor, length: int) -> tuple[str, np.ndarray]:
-    """Finds the narrower type that fits most rows of a float tensor. A type fits a row if it holds all values exactly.
-
-    Args:
-        length: number of values in a row; divides that of the tensor.
-
-    Returns:
-        The type, and a flag for each row that is true if the type fits. A NaN fits only if it is quiet and has no payload, as a
-        cast makes it.
-    """
+    """Finds the narrower type that fits most rows of a float tensor, of `length` values each. A type fits a row if it holds all
+    values exactly; a NaN only if it is quiet and has no payload, as a cast makes it. Returns the type, and a flag for each row
+    that is true if the type fits."""
     bits = aligned(tensor.data, tensor.dtype).view(f"<u{WIDTHS[tensor.dtype]}").reshape(-1, length)
     narrow, fits = tensor.dtype, np.zeros(len(bits), bool)
     types = NARROWER.get(tensor.dtype, {})
@@ -42,11 +36,8 @@ def narrow_rows(tensor: RawTensor, length: int) -> tuple[str, np.ndarray]:
 
 
 def encode_mixed(tensor: RawTensor, length: int, threads: int) -> tuple[str, bytes] | None:
-    """Codes the rows that fit a narrower type in that type, and the others in the tensor's own.
-
-    Returns:
-        The narrower type and the body, or None if too few rows fit one.
-    """
+    """Codes the rows that fit a narrower type in that type, and the others in the tensor's own. Returns the narrower type and
+    the body, or None if too few rows fit one."""
     narrow, fits = narrow_rows(tensor, length)
     if fits.mean() < LEAST_SHARE:
         return None
@@ -60,11 +51,8 @@ def encode_mixed(tensor: RawTensor, length: int, threads: int) -> tuple[str, byt
 
 
 def decode_mixed(body: np.ndarray, narrow: str, dtype: str, length: int, data: np.ndarray, threads: int) -> None:
-    """Fills `data`, the bytes of a tensor of type `dtype`, from the body that `encode_mixed` made.
-
-    Raises:
-        ValueError, TypeError: the body is damaged.
-    """
+    """Fills `data`, the bytes of a tensor of type `dtype`, from the body that `encode_mixed` made. Raises ValueError or
+    TypeError if the body is damaged."""
     rows = data.reshape(-1, length * WIDTHS[dtype])
     begin = (len(rows) + 7) // 8 + 8
     middle = begin + int.from_bytes(body[begin - 8 : begin].tobytes(), "little")

@@ -151,11 +151,8 @@ def write_matrices(matrices: Sequence[tuple[int, int, int, Body]]) -> bytes:
 
 
 def read_matrices(payload: np.ndarray, header: Header) -> list[tuple[Header, np.ndarray]]:
-    """Returns the header and the body of each matrix of a STACKED tensor.
-
-    Raises:
-        CorruptFileError: they do not fit the payload.
-    """
+    """Returns the header and the body of each matrix of a STACKED tensor. Raises CorruptFileError if they do not fit the
+    payload."""
     *stack, rows, columns = header.shape
     count, values = math.prod(stack), rows * columns
     start, matrices = header.body + count * _MATRIX.size, []
@@ -219,12 +216,8 @@ def write_payload(
 
 
 def read_header(payload: np.ndarray | bytes, name: str = "") -> Header:
-    """Checks a whole payload against its checksum and returns its header.
-
-    Raises:
-        CorruptFileError: it is not a payload, has another format version, is damaged, or belongs to a tensor of another name
-            than `name` (if given).
-    """
+    """Checks a whole payload against its checksum and returns its header. Raises CorruptFileError if it is not a payload, has
+    another format version, is damaged, or belongs to a tensor of another name than `name` (if given)."""
     require_intact(payload, name)
     return unchecked_header(payload, name)
 
@@ -248,11 +241,8 @@ def require_intact(payload: np.ndarray | bytes, name: str = "") -> None:
 
 
 def unchecked_header(payload: np.ndarray | bytes, name: str = "") -> Header:
-    """Returns the header of a payload that may be damaged, of which it reads nothing else.
-
-    Raises:
-        CorruptFileError: the header is invalid, or belongs to a tensor of another name than `name` (if given).
-    """
+    """Returns the header of a payload that may be damaged, of which it reads nothing else. Raises CorruptFileError if the
+    header is invalid, or belongs to a tensor of another name than `name` (if given)."""
     data, label = memoryview(payload).cast("B"), _label(name)
     try:
         header = peek_header(data)

@@ -12,8 +12,8 @@ from hf_ext.storage.checkpoint import Checkpoint
 from hf_ext.storage.delta.codec import decode_raw, decode_rows
 from hf_ext.storage.delta.file import CompressedFile
 from hf_ext.storage.delta.payload import STACKED, peek_header
-from hf_ext.storage.prefetch import threads_for
-from hf_ext.storage.safetensors_file import Entry, RawTensor
+from hf_ext.storage.prefetch import Prefetcher, progress, threads_for
+from hf_ext.storage.safetensors_file import Entry, RawTensor, TensorFile
 from hf_ext.storage.source import TensorSource, rows_of
 
 if TYPE_CHECKING:
@@ -95,34 +95,27 @@ def original_size(file: CompressedFile) -> int:
 
 
 def decode_tensor(
-    file: CompressedFile,
-    base: TensorSource,
-    name: str,
-    out: np.ndarray | None = None,
-    rows: tuple[int, int] | None = None,
+    file: CompressedFile, base: TensorSource, name: str, out: np.ndarray | None = None, rows: tuple[int, int] | None = None
 ) -> RawTensor:
-    """Returns one tensor of a file. If the base is not the recorded one, the error names both.
-
-    Args:
-        rows: begin and end of the rows to return of a STACKED tensor, by default all.
-    """
+    """Returns one tensor of a file, or, of a STACKED one, the rows from the first to the second of `rows`. If the base is not
+    the recorded one, the error names both."""
     payload, header = file.payload(name), file.headers[name]
-    twin, threads = None, threads_for(file.size(name))
+    base_tensor, threads = None, threads_for(file.size(name))
     try:
         if rows is None:
-            twin = base_tensor(base, header.base_name)
-            return decode_raw(payload, twin, header, threads, out)
+            base_tensor = read_base(base, header.base_name)
+            return decode_raw(payload, base_tensor, header, threads, out)
         if header.base_name in base:
             entry = base.entry(header.base_name)
             header.require_base(entry.dtype, entry.shape)
-            twin = base.read_rows(header.base_name, *(min(row, entry.shape[0]) for row in rows))
-        return decode_rows(payload, twin, header, *rows, threads)
+            base_tensor = base.read_rows(header.base_name, *(min(row, entry.shape[0]) for row in rows))
+        return decode_rows(payload, base_tensor, header, *rows, threads)
     except CorruptFileError as error:
         raise CorruptFileError(f"{file.path}: {error}") from error
     except BaseModelError as error:
         raise BaseModelError(f"{error} Compressed against {file.base}, read with {base}.") from error
     finally:
-        if twin is not None:
+        if base_tensor is not None:
             base.release(header.base_name)
 
 
@@ -131,6 +124,17 @@ def payload_name(payload: torch.Tensor) -> str:
     return peek_header(payload.reshape(-1).cpu().numpy()).name
 
 
-def base_tensor(base: TensorSource, name: str) -> RawTensor | None:
+def read_base(base: TensorSource, name: str) -> RawTensor | None:
     """Returns the base tensor that predicts a tensor; None if no tensor does or the base has none of that name."""
     return base.read(name) if name in base else None
+
+
+def decode_all(files: Sequence[TensorFile]) -> int:
+    """Decodes every tensor of compressed files, some ahead on all cores. Returns their number. Raises CorruptFileError or
+    BaseModelError, which names the first tensor that differs from the saved one."""
+    count = sum(len(file.entries) for file in files)
+    with progress("Verifying", count) as bar:
+        for file in files:
+            for _ in Prefetcher(file.__getitem__, {name: entry.nbytes for name, entry in file.entries.items()}):
+                bar.update()
+    return count

@@ -26,8 +26,8 @@ def encode(tensor: torch.Tensor, base: torch.Tensor | None = None, threads: int 
         MissingDependencyError: floats need the C++ extension, which is not built.
         ValueError: there is no such level.
     """
-    twin = None if base is None else RawTensor.from_torch(base)
-    return encode_raw(RawTensor.from_torch(tensor), twin, threads=threads, level=level)
+    base_tensor = None if base is None else RawTensor.from_torch(base)
+    return encode_raw(RawTensor.from_torch(tensor), base_tensor, threads=threads, level=level)
 
 
 def decode(payload: bytes, base: torch.Tensor | None = None, threads: int = 1) -> torch.Tensor:

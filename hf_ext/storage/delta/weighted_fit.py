@@ -23,23 +23,19 @@ LEAST = 1e-30  # replaces that entry if the sampled rows did not change
 def fit(
     change: Change, left: torch.Tensor, right: torch.Tensor, spacings: np.ndarray, level: int, threads: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns factors of the same shapes (rows × rank and rank × columns) that leave less of a change; may reuse the memory of
-    those given.
-
-    Args:
-        spacings: exponents of the spacings of a sample of values.
-        threads: number of threads; the result does not depend on it.
-    """
+    """Returns factors of the same shapes (rows × rank and rank × columns) that leave less of a change, given the exponents of
+    the spacings of a sample of values; may reuse the memory of those given. The result does not depend on the number of
+    threads."""
     rank, length = right.shape
     rows, columns = left.contiguous(), right.T.contiguous()
     wanted = max(EQUATIONS * rank, LEAST_EQUATIONS) / min(change.shape)
-    matrix = change.values, change.predictions, FLOATS[change.dtype], length, int(spacings.max()), finest(spacings, wanted)
+    matrix = change.values, change.base, FLOATS[change.dtype], length, int(spacings.max()), finest(spacings, wanted)
     for turn, steps in enumerate(STEPS[level][-1 - rank :]):  # one component needs no more than one round
-        own, fixed = (columns, sampled(rows)) if turn % 2 else (rows, columns)
+        fitted, fixed = (columns, sampled(rows)) if turn % 2 else (rows, columns)
         gram = (fixed.T @ fixed).double()
         gram.diagonal().add_(TINY * gram.diagonal().max().clamp(min=LEAST))
-        sides = fixed.numpy(), torch.linalg.inv(gram).float().contiguous().numpy(), own.numpy()
-        _native.fit_rows(*matrix, own is columns, *sides, min(steps, rank), threads)
+        sides = fixed.numpy(), torch.linalg.inv(gram).float().contiguous().numpy(), fitted.numpy()
+        _native.fit_rows(*matrix, fitted is columns, *sides, min(steps, rank), threads)
     return rows, columns.T
 
 

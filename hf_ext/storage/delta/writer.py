@@ -6,10 +6,10 @@ import importlib
 import logging
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from hf_ext.errors import CheckpointError
 from hf_ext.storage.config_file import CONFIG, FM_DELTA, HINT, add_settings
@@ -27,14 +27,6 @@ logger = logging.getLogger(__name__)
 Sets: TypeAlias = Sequence[Sequence[TensorFile]]
 
 
-class Written(NamedTuple):
-    """The contents of the records of compressed files: the base if there is one, and a digest of the tensors of each set of
-    files."""
-
-    base: BaseInfo | None
-    digests: list[str]
-
-
 def write_delta(
     sets: Sets,
     base: TensorSource,
@@ -42,8 +34,9 @@ def write_delta(
     name: str | None = None,
     level: int = DEFAULT_LEVEL,
     revision: str | None = None,
-) -> Written:
-    """Compresses files of tensors into files of the same names. Memory: a few tensors.
+) -> tuple[BaseInfo | None, list[str]]:
+    """Compresses files of tensors into files of the same names. Memory: a few tensors. Returns what the files record: the base
+    if there is one, and a digest of the tensors of each set of files.
 
     Args:
         sets: files that are read together, such as the shards of one checkpoint.
@@ -57,30 +50,30 @@ def write_delta(
     if level != LEVELS[0] and not alone:
         importlib.import_module("hf_ext.storage.delta.low_rank")  # imports PyTorch before threads limit their number of threads
     files = [file for shards in sets for file in shards]
-    info = (
-        None
-        if alone
-        else BaseInfo(name or absolute(base.name), base.revision or (revision if name else None), base.fingerprint)
-    )
+    base_names = {file.path: names for shards in sets for file, names in zip(shards, _base_names(shards, base))}
+    recorded = base.revision or (revision if name else None)
+    info = None if alone else BaseInfo(name or absolute(base.name), recorded, base.fingerprint)
     writers: dict[str, CompressedWriter] = {}
     samples: dict[Path, dict[str, bytes]] = {file.path: {} for file in files}
-    twins = {file.path: names for shards in sets for file, names in zip(shards, _twins(shards, base))}
     with progress("Compressing", sum(len(file.entries) for file in files)) as bar:
         for file in files:
             writer = writers[file.path.name] = CompressedWriter(Path(out, file.path.name), file, info)
+            # Memory, roughly: a payload with a base is rarely larger than a quarter of its tensor, which counts if not mapped.
+            mapped, names = isinstance(file, SafetensorsFile), base_names[file.path]
+            sizes = {name: entry.nbytes // (4 if mapped and names[name] else 1) for name, entry in file.entries.items()}
 
             def encode(name: str, file: TensorFile = file) -> bytes:
-                twin, tensor = twins[file.path][name], file[name]
+                base_name, tensor = base_names[file.path][name], file[name]
                 samples[file.path][name] = sample(name, tensor)
-                prior, threads = None if twin is None else base.read(twin), threads_for(tensor.data.size)
-                payload = encode_raw(tensor, prior, name, twin or "", threads, level)
-                if twin is not None:
-                    base.release(twin)
+                base_tensor, threads = None if base_name is None else base.read(base_name), threads_for(tensor.data.size)
+                payload = encode_raw(tensor, base_tensor, name, base_name or "", threads, level)
+                if base_name is not None:
+                    base.release(base_name)
                 file.release(name)
                 return payload
 
             with closing(writer):
-                for name, payload in Prefetcher(encode, _payload_sizes(file, twins[file.path])):
+                for name, payload in Prefetcher(encode, sizes):
                     writer.add(name, payload)
                     bar.update()
     digests = []
@@ -92,14 +85,7 @@ def write_delta(
             writer.finish(digests[-1], fingerprint)
     if not alone and not any(header.base_name for writer in writers.values() for header in writer.headers):
         logger.warning(f"No tensor of these weights matches one of the base {base}; is this the right base?")
-    return Written(info, digests)
-
-
-def _payload_sizes(file: TensorFile, twins: Mapping[str, str | None]) -> dict[str, int]:
-    """Returns the memory in bytes that each tensor's payload takes, roughly. One with a base is rarely larger than a quarter of
-    the tensor. A tensor that is not mapped takes memory itself."""
-    mapped = isinstance(file, SafetensorsFile)
-    return {name: entry.nbytes // (4 if mapped and twins[name] else 1) for name, entry in file.entries.items()}
+    return info, digests
 
 
 def write_model(
@@ -110,40 +96,33 @@ def write_model(
     level: int = DEFAULT_LEVEL,
     settings: dict | None = None,
     revision: str | None = None,
-) -> None:
-    """Compresses the weights of a model into a folder and adds the `quantization_config` entry to its config.json.
+) -> BaseInfo | None:
+    """Compresses the weights of a model into a folder, where its config.json is already, and adds the `quantization_config`
+    entry to that. Returns what is recorded of the base. Raises CheckpointError if the base lies in these files.
 
     Args:
-        sets: files that are read together, such as the shards of one checkpoint. The set that `from_pretrained` reads comes
-            first.
-        base: the model that was fine-tuned, or `NoBase`.
-        out: folder to write into; its config.json is in place already.
-        name: the base's name to record, instead of its own.
-        level: see `write_delta`.
+        sets, base, out, name, level, revision: see `write_delta`. The set that `from_pretrained` reads comes first.
         settings: more values for the entry.
-        revision: the commit to record with `name`.
-
-    Raises:
-        CheckpointError: the base lies in these files.
     """
     src = sets[0][0].path.parent
     if any(path.parent.samefile(src) for path in base.paths):
         raise CheckpointError(f"{src} is the base model itself, or the base needs it; give the folder of a fine-tune of it.")
     entries = sets[0][0].entries
-    info = write_delta(sets, base, out, name, level, revision).base
+    info, _ = write_delta(sets, base, out, name, level, revision)
     dtype = float_name(entries[key].dtype for key in sorted(entries))
     name, revision = (None, None) if info is None else (info.name, info.revision)
     entry = {"quant_method": FM_DELTA, "hint": HINT, "base": name, "revision": revision, "dtype": dtype}
     rewrite(out / CONFIG, lambda text: add_settings(text, entry | (settings or {})))
+    return info
 
 
-def _twins(shards: Sequence[TensorFile], base: TensorSource) -> list[dict[str, str | None]]:
-    """Returns, for each file, the base tensor that predicts each of its tensors."""
+def _base_names(shards: Sequence[TensorFile], base: TensorSource) -> list[dict[str, str | None]]:
+    """Returns, for each file, the name of the base's tensor that predicts each of its tensors."""
     uses: Counter[str | None] = Counter()
 
-    def twin_of(name: str) -> str | None:
-        twin = base.twin_of(name)
-        uses[twin] += 1
-        return twin if uses[twin] <= MAX_USES else None
+    def base_name_of(name: str) -> str | None:
+        base_name = base.twin_of(name)
+        uses[base_name] += 1
+        return base_name if uses[base_name] <= MAX_USES else None
 
-    return [{name: twin_of(name) for name in file.entries} for file in shards]
+    return [{name: base_name_of(name) for name in file.entries} for file in shards]

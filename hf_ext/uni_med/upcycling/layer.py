@@ -253,12 +253,9 @@ class MixtureProjector(nn.Module, BaseTunerLayer):
 
 
 class _Mixing:
-    """One run of a projector: what its hooks compute of the tokens, and keep for the next layer.
-
-    Attributes:
-        weights: of the experts, (tokens, experts) or (1, experts), once the first layer has seen the tokens.
-        inputs: of the last layer, (tokens, inputs), or (tokens, experts, inputs) if it follows hidden units.
-    """
+    """One run of a projector: what its hooks compute of the tokens, and keep for the next layer. `weights` are those of the
+    experts, (tokens, experts) or (1, experts), once the first layer has seen the tokens; `inputs` those of the last layer,
+    (tokens, inputs), or (tokens, experts, inputs) if it follows hidden units."""
 
     def __init__(self, experts: Experts, router: TaskRouter | FixedRouter, tasks: BatchTasks):
         self.experts, self.router, self.tasks = experts, router, tasks

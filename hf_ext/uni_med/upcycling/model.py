@@ -17,10 +17,8 @@ from hf_ext.uni_med.upcycling.tasks import BatchTasks
 
 
 class CMoEModel(LoraModel):
-    """The tuner behind `get_peft_model(model, CMoEConfig(…))`.
-
-    The model then takes `tasks=`, the task of each sample, in calls and in `generate`.
-    """
+    """The tuner behind `get_peft_model(model, CMoEConfig(…))`. The model then takes `tasks=`, the task of each sample, in calls
+    and in `generate`."""
 
     tuner_layer_cls = BaseTunerLayer
 
@@ -48,16 +46,7 @@ class CMoEModel(LoraModel):
         is_inside = any(key.startswith(f"{name}.") for name in config.projectors)
         return False if is_inside or config.target_modules is None else check_target_module_exists(config, key)
 
-    def _create_and_replace(
-        self,
-        config: CMoEConfig,
-        adapter_name: str,
-        target: nn.Module,
-        target_name: str,
-        parent: nn.Module,
-        current_key: str,
-        **kwargs: Any,
-    ) -> None:
+    def _create_and_replace(self, config, adapter_name, target, target_name, parent, current_key, **kwargs) -> None:
         if current_key not in config.projectors:
             return super()._create_and_replace(config, adapter_name, target, target_name, parent, current_key, **kwargs)
         if isinstance(target, MixtureProjector):

@@ -11,51 +11,31 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Layers:
-    """Names of a projector's layers, within the projector.
+    """Names of a projector's layers, within the projector."""
 
-    Attributes:
-        hidden: linear layers from a visual token to hidden units, which only elementwise functions follow. A gated projector
-            has two; a linear one has none.
-        output: linear layer to the embedding. If the projector multiplies by a parameter of its own instead: that parameter.
-        token: module whose output the parameter multiplies; None for a linear layer.
-    """
-
-    hidden: tuple[str, ...]
-    output: str
-    token: str | None = None
+    hidden: tuple[str, ...]  # linear, from a visual token to hidden units, which only elementwise functions follow; gated: two
+    output: str  # linear, to the embedding; or the parameter that the projector multiplies by instead
+    token: str | None = None  # module whose output that parameter multiplies; None for a linear layer
 
 
-_TWO = Layers(("linear_1",), "linear_2")
-_MERGER = Layers(("mlp.0",), "mlp.2")
-_MERGER_3 = Layers(("linear_fc1",), "linear_fc2")
-_GATED = Layers(("gate_proj", "up_proj"), "down_proj")
-_SHUFFLE = Layers((), "modality_projection.proj")
-
-PROJECTORS = {
-    "LlavaMultiModalProjector": _TWO,
-    "LlavaNextMultiModalProjector": _TWO,
-    "LlavaNextVideoMultiModalProjector": _TWO,
-    "LlavaOnevisionMultiModalProjector": _TWO,
-    "VideoLlavaMultiModalProjector": _TWO,
-    "VipLlavaMultiModalProjector": _TWO,
-    "InternVLMultiModalProjector": _TWO,
-    "Lfm2VlMultiModalProjector": _TWO,
-    "Mistral3MultiModalProjector": _TWO,
-    "Gemma3MultiModalProjector": Layers((), "mm_input_projection_weight", token="mm_soft_emb_norm"),
-    "PaliGemmaMultiModalProjector": Layers((), "linear"),
-    "Llama4MultiModalProjector": Layers((), "linear_1"),
-    "Idefics3Connector": _SHUFFLE,
-    "SmolVLMConnector": _SHUFFLE,
-    "PatchMerger": _MERGER,  # Qwen2-VL
-    "Qwen2_5_VLPatchMerger": _MERGER,
-    "Qwen2_5OmniPatchMerger": _MERGER,
-    "Qwen3VLVisionPatchMerger": _MERGER_3,
-    "Qwen3VLMoeVisionPatchMerger": _MERGER_3,
-    "Qwen3_5VisionPatchMerger": _MERGER_3,
-    "Qwen3_5MoeVisionPatchMerger": _MERGER_3,
-    "Glm4vVisionPatchMerger": _GATED,
-    "Glm4vMoeVisionPatchMerger": _GATED,
-}
+#: The layers of the projectors of Transformers, each with the classes that have them.
+_CLASSES = {
+    Layers(("linear_1",), "linear_2"): (
+        "LlavaMultiModalProjector", "LlavaNextMultiModalProjector", "LlavaNextVideoMultiModalProjector",
+        "LlavaOnevisionMultiModalProjector", "VideoLlavaMultiModalProjector", "VipLlavaMultiModalProjector",
+        "InternVLMultiModalProjector", "Lfm2VlMultiModalProjector", "Mistral3MultiModalProjector",
+    ),
+    Layers((), "mm_input_projection_weight", token="mm_soft_emb_norm"): ("Gemma3MultiModalProjector",),
+    Layers((), "linear"): ("PaliGemmaMultiModalProjector",),
+    Layers((), "linear_1"): ("Llama4MultiModalProjector",),
+    Layers((), "modality_projection.proj"): ("Idefics3Connector", "SmolVLMConnector"),
+    Layers(("mlp.0",), "mlp.2"): ("PatchMerger", "Qwen2_5_VLPatchMerger", "Qwen2_5OmniPatchMerger"),  # the first: Qwen2-VL
+    Layers(("linear_fc1",), "linear_fc2"): (
+        "Qwen3VLVisionPatchMerger", "Qwen3VLMoeVisionPatchMerger", "Qwen3_5VisionPatchMerger", "Qwen3_5MoeVisionPatchMerger",
+    ),
+    Layers(("gate_proj", "up_proj"), "down_proj"): ("Glm4vVisionPatchMerger", "Glm4vMoeVisionPatchMerger"),
+}  # fmt: skip
+PROJECTORS = {name: layers for layers, names in _CLASSES.items() for name in names}
 
 
 def layers_of(projector: nn.Module, name: str) -> Layers:

@@ -14,10 +14,8 @@ UNKNOWN = -1
 
 
 class BatchTasks:
-    """Takes `tasks=` out of the arguments of a model's calls, and says which task each visual token is of.
-
-    One object is a model's: its hooks around forward, the call behind its `generate`, and what the routers ask.
-    """
+    """Takes `tasks=` out of the arguments of a model's calls, and says which task each visual token is of. One object is a
+    model's: its hooks around forward, the call behind its `generate`, and what the routers ask."""
 
     def __init__(self, model: PreTrainedModel):
         self.model = model
