@@ -12,6 +12,8 @@ from safetensors.torch import save_file
 from tiny_checkpoints import (
     CONFIG,
     SAFETENSORS_DTYPES,
+    assert_restored,
+    compressed_pair,
     contents,
     fine_tune,
     pair,
@@ -34,11 +36,10 @@ from hf_ext.storage.weights import KEY, PARTS_OF
 
 def round_trip(tmp_path, src, base):
     """Compresses, checks, decompresses, compares; returns the compressed folder."""
-    small, back = tmp_path / "small", tmp_path / "back"
+    small = tmp_path / "small"
     fm_delta.compress_checkpoint(src, base, small)
     fm_delta.verify(small)
-    fm_delta.decompress_checkpoint(small, back)
-    assert contents(back) == contents(src)
+    assert_restored(small, src)
     assert contents(small).keys() - {"README.md"} == contents(src).keys()
     return small
 
@@ -299,20 +300,8 @@ def test_a_compressed_file_is_safetensors_with_the_same_names(tmp_path, shards):
                 assert read_header(payload.reshape(-1).numpy(), name).name == name
 
 
-def test_the_file_records_its_base_and_its_original_header(tmp_path):
-    src, base = pair(tmp_path)
-    fm_delta.compress_checkpoint(src, base, tmp_path / "small")
-    file = CompressedFile(tmp_path / "small/model.safetensors")
-    recorded = (file.base.name, file.base.revision, file.base.fingerprint)
-    assert recorded == (str(base), None, Checkpoint(base).fingerprint)
-    assert file.original_header == SafetensorsFile(src / "model.safetensors").header_bytes
-    assert file.fingerprint == Checkpoint(src).fingerprint
-    assert json.loads(file.file.metadata[KEY]).keys() == {"hint", "version", "digest", "fingerprint", "base", "header"}
-
-
 def test_digest_and_fingerprint_are_those_of_the_documentation(tmp_path):
-    src, base = pair(tmp_path, shards=2)
-    fm_delta.compress_checkpoint(src, base, tmp_path / "small")
+    src, base, small = compressed_pair(tmp_path, shards=2)
     tuned, base = Checkpoint(src), Checkpoint(base)
     digest, fingerprint = xxhash.xxh3_128(), xxhash.xxh3_128()
     for name in sorted(tuned.names()):
@@ -322,8 +311,10 @@ def test_digest_and_fingerprint_are_those_of_the_documentation(tmp_path):
         fingerprint.update(f"{name}\0{base.read(name).dtype}\0{base.read(name).shape}\0".encode())
         for at in (0, len(data) // 2, max(0, len(data) - 1024)):
             fingerprint.update(data[at : at + 1024])
-    for file in compressed_files(tmp_path / "small"):
+    for file in compressed_files(small):
         assert (file.digest, file.base.fingerprint) == (digest.hexdigest(), fingerprint.hexdigest())
+        assert file.fingerprint == tuned.fingerprint
+        assert json.loads(file.file.metadata[KEY]).keys() == {"hint", "version", "digest", "fingerprint", "base", "header"}
 
 
 def test_a_relative_base_is_recorded_as_absolute(tmp_path, monkeypatch):
@@ -346,17 +337,15 @@ def test_the_bytes_do_not_depend_on_the_number_of_cores(tmp_path, monkeypatch, s
         folders.append(tmp_path / f"small{len(folders)}")
         with at_most_cores(cores):
             fm_delta.compress_checkpoint(src, base, folders[-1])
-            fm_delta.decompress_checkpoint(folders[-1], tmp_path / "back")
-        assert contents(tmp_path / "back") == contents(src)
+            assert_restored(folders[-1], src)
     assert all(contents(folder) == contents(folders[0]) for folder in folders)
 
 
 def test_one_file_can_be_checked_and_restored_by_itself(tmp_path):
-    src, base = pair(tmp_path, shards=2)
-    fm_delta.compress_checkpoint(src, base, tmp_path / "small")
+    src, _, small = compressed_pair(tmp_path, shards=2)
     name = "model-00002-of-00002.safetensors"
-    assert fm_delta.verify(tmp_path / "small" / name) == 3
-    fm_delta.decompress_checkpoint(tmp_path / "small" / name, tmp_path / "back")
+    assert fm_delta.verify(small / name) == 3
+    fm_delta.decompress_checkpoint(small / name, tmp_path / "back")
     assert contents(tmp_path / "back") == {name: contents(src)[name]}
 
 

@@ -1,6 +1,5 @@
 """Checkpoints are read lazily, identified by content, and located."""
 
-import json
 import os
 import shutil
 import subprocess
@@ -15,7 +14,7 @@ from tiny_checkpoints import SAFETENSORS_DTYPES, weights, write_folder, write_sa
 from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
 from hf_ext.storage.checkpoint import Checkpoint
 from hf_ext.storage.config_file import read_config
-from hf_ext.storage.layout import all_weights, select_weights
+from hf_ext.storage.layout import select_weights
 from hf_ext.storage.plain_writer import shards_of, write_files
 from hf_ext.storage.safetensors_file import ComputedFile, RawTensor, SafetensorsFile, safetensors_dtype
 
@@ -33,15 +32,6 @@ def test_tensors_equal_those_of_the_safetensors_library(tmp_path):
         raw = file[name]
         assert (raw.dtype, raw.shape) == (safetensors_dtype(tensor.dtype), tuple(tensor.shape))
         assert raw.data.tobytes() == RawTensor.from_torch(tensor).data.tobytes()
-
-
-@pytest.mark.parametrize("metadata", ["null", "{}", '{"format": "pt"}'])
-def test_a_file_may_say_nothing_about_itself(tmp_path, metadata):
-    header = f'{{"__metadata__": {metadata}, "a": {{"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}}}'.encode()
-    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\x07")
-    file = SafetensorsFile(tmp_path / "model.safetensors")
-    assert file.metadata == (json.loads(metadata) or {})
-    assert file["a"].data.tolist() == [7]
 
 
 @pytest.mark.parametrize("content", [b"", b"\x08", b"PK\x03\x04 a zip file", b"\xff" * 100, (2).to_bytes(8, "little") + b"[]"])
@@ -91,19 +81,6 @@ def test_types_that_share_bytes_are_written_and_read_as_safetensors_does(tmp_pat
 
 
 # ---- which files -----------------------------------------------------------------------------------------------------
-
-
-def test_the_single_file_precedes_the_index_and_other_shards(tmp_path):
-    write_folder(tmp_path, weights(), shards=2)
-    write_safetensors(tmp_path / "model.fp16.safetensors", weights(torch.float16))
-    write_safetensors(tmp_path / "model-00001-of-00003.safetensors", weights())
-    write_safetensors(tmp_path / "adapter_model.safetensors", weights())
-    first, second = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
-    assert [path.name for path in select_weights(tmp_path)] == [first, second]
-    everything = [first, "model-00001-of-00003.safetensors", second, "model.fp16.safetensors"]
-    assert [path.name for path in all_weights(tmp_path)] == everything
-    write_safetensors(tmp_path / "model.safetensors", weights())
-    assert [path.name for path in select_weights(tmp_path)] == ["model.safetensors"]
 
 
 def test_a_folder_without_safetensors_weights_says_what_to_do(tmp_path):
