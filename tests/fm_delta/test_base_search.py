@@ -152,18 +152,15 @@ def name_in_card(folder, *names):
     (folder / "tuned/README.md").write_text(f"---\nlicense: mit\nbase_model: {text}\n---\n\n# A model\n")
 
 
-def test_a_named_base_that_fits_ends_the_search(folder):
-    name_in_config(folder, folder / "base")
-    report = fm_delta.find_base(folder / "tuned", [folder / "stranger0"])
-    assert verdicts(report) == {"base": "sure"} and "config.json" in report.best.why
-
-
-@pytest.mark.parametrize("several", [False, True])
-def test_a_base_named_in_the_model_card_is_found(folder, several):
-    name_in_card(folder, *([folder / "stranger0"] * several), str(folder / "base"))
-    report = fm_delta.find_base(folder / "tuned", [])
-    assert report.best.name == str(folder / "base") and "README.md" in report.best.why
-    assert len(report.candidates) == 1 + several
+@pytest.mark.parametrize("named_in", ["config.json", "README.md", "README.md, after another"])
+def test_a_named_base_that_fits_ends_the_search(folder, named_in):
+    if named_in == "config.json":
+        name_in_config(folder, folder / "base")
+    else:
+        name_in_card(folder, *([folder / "stranger0"] if "another" in named_in else []), str(folder / "base"))
+    report = fm_delta.find_base(folder / "tuned", [folder / "stranger1"])
+    assert report.best.name == str(folder / "base") and named_in.partition(",")[0] in report.best.why
+    assert "stranger1" not in verdicts(report) and len(report.candidates) == 1 + ("another" in named_in)
 
 
 def test_a_named_base_must_fit_too(folder):
