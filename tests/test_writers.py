@@ -8,6 +8,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -188,12 +189,10 @@ def test_what_users_edit_in_a_result_stays(tmp_path, writer, file):
     (out / file).write_text('{"by": "me"}')
     before = contents(out)
 
-    def write(**more: bool) -> None:
-        if writer == "compress":
-            fm_delta.compress_checkpoint(src, base, out, **more)
-        else:
-            fm_delta.decompress_checkpoint(tmp_path / "small", out, **more)
-
+    write = {
+        "compress": partial(fm_delta.compress_checkpoint, src, base, out),
+        "decompress": partial(fm_delta.decompress_checkpoint, tmp_path / "small", out),
+    }[writer]
     with pytest.raises(CheckpointError, match=f"holds something else: {file}"):
         write()
     assert contents(out) == before

@@ -10,7 +10,7 @@ from local_hub import LocalHub
 from tiny_checkpoints import CONFIG, fine_tune, pair, weights, write_folder
 
 from hf_ext import fm_delta
-from hf_ext.errors import BaseModelError, CheckpointError
+from hf_ext.errors import BaseModelError
 
 
 @pytest.fixture
@@ -128,16 +128,6 @@ def test_an_unreadable_candidate_is_a_row_and_stops_nothing(folder):
     )
     assert verdicts(report) == dict.fromkeys(("none", "small", "stranger0", "such-model"), "unreadable") | {"base": "sure"}
     assert "no folder" in str(report) and "compressed already" in str(report)
-
-
-def test_a_source_without_plain_weights_is_an_error(folder):
-    fm_delta.compress_checkpoint(folder / "tuned", folder / "base", folder / "small")
-    for src in ("none", "small"):
-        with pytest.raises(CheckpointError, match=src):
-            fm_delta.find_base(folder / src, [folder / "base"])
-    (folder / "tuned/model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="tuned"):
-        fm_delta.find_base(folder / "tuned", [folder / "base"])
 
 
 # ---- what the checkpoint says ------------------------------------------------------------------------------------------

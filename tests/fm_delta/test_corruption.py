@@ -155,21 +155,13 @@ def test_the_files_name_the_base_where_the_config_does_not(compressed, settings)
 
 
 def test_a_base_that_cannot_be_read_is_named_with_what_to_do(compressed):
-    base, weights_file = compressed / "base", compressed / "base/model.safetensors"
     (compressed / "none").mkdir()
     for name, message in (
         (compressed / "missing", "there is no folder"),
         (compressed / "none", "holds no safetensors weights"),
     ):
-        with pytest.raises(BaseModelError, match=f"The base model '{base}' is needed.*{name}.*{message}.*--base"):
+        with pytest.raises(BaseModelError, match=f"The base model '{compressed}/base' is needed.*{name}.*{message}.*--base"):
             fm_delta.verify(compressed / "small", base=name)
-        with pytest.raises(BaseModelError, match=f"{name}.*{message}"):
-            fm_delta.compress_checkpoint(compressed / "tuned", name, compressed / "out")
-    for broken in (b"", weights_file.read_bytes()[:100], b"\xff" * 200):
-        weights_file.write_bytes(broken)
-        with pytest.raises(BaseModelError, match="model.safetensors is not a readable safetensors file"):
-            fm_delta.compress_checkpoint(compressed / "tuned", base, compressed / "out")
-    assert not (compressed / "out").exists()
 
 
 # ---- forgeries: files whose every checksum is right ------------------------------------------------------------------

@@ -7,10 +7,10 @@ import pytest
 import torch
 from local_hub import LocalHub
 from safetensors import safe_open
-from tiny_checkpoints import compressed_pair, fine_tune, flip_bit, pair, weights, write_folder, write_safetensors
+from tiny_checkpoints import compressed_pair, fine_tune, flip_bit, pair, weights, write_folder
 
 from hf_ext import fm_delta
-from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
+from hf_ext.errors import BaseModelError, CorruptFileError
 
 PUSH = """
 from huggingface_hub import HfApi
@@ -99,12 +99,6 @@ def test_the_base_of_a_chain_may_be_given(tmp_path):
     assert torch.equal(checkpoint.get_tensor("lm_head.weight"), expected["lm_head.weight"])
     with pytest.raises(BaseModelError, match="is another model or revision"):
         fm_delta.open(tmp_path / "chain", base=base)
-
-
-def test_a_merge_is_refused(tmp_path):
-    write_safetensors(tmp_path / "merge/model.safetensors", weights(), {"parts_of": "hf_ext.emr"})
-    with pytest.raises(CheckpointError, match="hf-ext extract"):
-        fm_delta.open(tmp_path / "merge")
 
 
 READ = """

@@ -5,16 +5,14 @@ import shutil
 
 import pytest
 import torch
-from peft import LoraConfig
 from safetensors.torch import load_file
 from test_corruption import READERS, forge_file
-from tiny_adapters import small_llama, trained
 from tiny_checkpoints import assert_restored, compressed_pair, fine_tune, pair, weights, write_folder
 from tiny_models import bert
 from transformers import AutoModelForSequenceClassification
 
 from hf_ext import fm_delta
-from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
+from hf_ext.errors import BaseModelError, CorruptFileError
 from hf_ext.storage.delta.file import CompressedFile
 
 
@@ -57,15 +55,6 @@ def test_it_loads_opens_can_be_a_base_and_be_switched_to(tmp_path):
     with fm_delta.open(tmp_path / "base") as checkpoint:
         assert all(torch.equal(checkpoint.get_tensor(name), tensor) for name, tensor in model.state_dict().items())
     assert all(torch.equal(tensor, plain[name]) for name, tensor in model.state_dict().items())
-
-
-def test_an_adapter_is_refused_with_and_without_a_base(tmp_path):
-    base, lora = write_folder(tmp_path / "base", weights()), tmp_path / "adapter"
-    trained(small_llama(), LoraConfig(r=8, target_modules=["q_proj", "down_proj"])).save_pretrained(lora)
-    for source, given, error in ((lora, base, CheckpointError), (lora, None, CheckpointError), (base, lora, BaseModelError)):
-        with pytest.raises(error, match="holds a PEFT adapter .* stay as they are"):
-            fm_delta.compress_checkpoint(source, given, tmp_path / "small")
-    assert not (tmp_path / "small").exists()
 
 
 def test_a_base_for_weights_without_one_is_an_error(tmp_path):

@@ -11,8 +11,6 @@ from tiny_checkpoints import SAFETENSORS_DTYPES, weights, write_folder, write_sa
 
 from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
 from hf_ext.storage.checkpoint import Checkpoint
-from hf_ext.storage.config_file import read_config
-from hf_ext.storage.layout import select_weights
 from hf_ext.storage.plain_writer import shards_of, write_files
 from hf_ext.storage.safetensors_file import ComputedFile, RawTensor, SafetensorsFile, safetensors_dtype
 
@@ -81,14 +79,6 @@ def test_types_that_share_bytes_are_written_and_read_as_safetensors_does(tmp_pat
 # ---- which files -----------------------------------------------------------------------------------------------------
 
 
-def test_a_folder_without_safetensors_weights_says_what_to_do(tmp_path):
-    (tmp_path / "pytorch_model.bin").write_bytes(b"pickle")
-    with pytest.raises(CheckpointError, match="save it again"):
-        select_weights(tmp_path)
-    with pytest.raises(BaseModelError, match="save it again"):
-        Checkpoint(tmp_path)
-
-
 @pytest.mark.parametrize("index", ["", "[]", "{}", '{"weight_map": 5}', '{"weight_map": {"a": 5}}', "\x00\x01"])
 def test_a_broken_index_is_named(tmp_path, index):
     write_folder(tmp_path, weights(), shards=2)
@@ -150,16 +140,6 @@ def test_the_fingerprint_covers_names_types_shapes_values(tmp_path):
     ]
     prints = [Checkpoint(write_folder(tmp_path / str(i), version)).fingerprint for i, version in enumerate(versions)]
     assert len(set(prints)) == len(versions)
-
-
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes")
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
-def test_a_pipe_is_refused_and_not_waited_for(tmp_path, name):
-    folder = write_folder(tmp_path / "model", weights())
-    (folder / name).unlink()
-    os.mkfifo(folder / name)
-    with pytest.raises((BaseModelError, CorruptFileError), match=f"{name} is not a file"):
-        Checkpoint(folder) if name == "model.safetensors" else read_config(folder / name)
 
 
 def test_a_folder_with_several_models_is_refused(tmp_path):

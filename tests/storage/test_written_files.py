@@ -33,6 +33,7 @@ def test_a_failed_block_leaves_the_folder_as_it_was_or_absent(tmp_path):
     for target in (tmp_path / "old", tmp_path / "new"):
         with pytest.raises(KeyError), staged_folder(target) as stage:
             fill(stage, {"model.safetensors": "new", "config.json": "new"})
+            assert target.exists() == (target.name == "old") and stage.parent == target.parent
             raise KeyError
     assert texts(tmp_path / "old") == old
     assert [path.name for path in tmp_path.iterdir()] == ["old"]
