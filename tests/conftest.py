@@ -5,12 +5,20 @@ import os
 from tempfile import TemporaryDirectory
 
 import processes  # noqa: F401  # makes forks safe
+import pytest
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_XET": "1"}
 
 
 def pytest_addoption(parser) -> None:
     parser.addoption("--sglang-reader", metavar="FILE", help="SGLang's local_checkpoint.py, to read what is published for it")
+
+
+@pytest.fixture
+def no_progress_bars(monkeypatch):
+    from transformers.utils import logging
+
+    monkeypatch.setattr(logging, "_tqdm_active", False)
 
 
 def pytest_configure(config) -> None:

@@ -21,19 +21,14 @@ from tiny_checkpoints import contents, edit_settings, flip_bit, weights
 from tiny_merges import METHODS, classifier, write_tasks
 from tiny_models import perturb, same_bits
 from transformers import AutoModel, AutoModelForSequenceClassification, BitsAndBytesConfig
-from transformers.utils import logging
 
 from hf_ext import HfExtError, emr, fm_delta
 from hf_ext.serving.stored_models import StoredModel, read_tensors
 from hf_ext.storage.decoded import FOLDER
 
+pytestmark = pytest.mark.usefixtures("no_progress_bars")
 load = AutoModelForSequenceClassification.from_pretrained
 SIZE = "100KB"  # of shards: the weights are two
-
-
-@pytest.fixture(autouse=True)
-def no_progress_bars(monkeypatch):
-    monkeypatch.setattr(logging, "_tqdm_active", False)
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,9 +17,9 @@ import torch
 from kills import in_child, killed, without_exchange
 from peft import LoraConfig
 from repeats import repeats
-from tiny_checkpoints import contents, fine_tune, pair, weights, write_folder, write_safetensors
+from tiny_checkpoints import contents, edit_settings, fine_tune, pair, weights, write_folder, write_safetensors
 from tiny_merges import plain, write_tasks
-from tiny_models import fine_tuned, llama, perturb
+from tiny_models import bert, fine_tuned, llama, perturb
 from tiny_transfers import judge, teacher
 from typer.main import get_command
 
@@ -122,6 +123,47 @@ def test_what_is_read_is_never_overwritten(calls, tmp_path, monkeypatch, writer,
         assert contents(folder) == before
 
 
+@pytest.fixture(scope="module")
+def chains(tmp_path_factory) -> dict[str, tuple[Callable[[Path], object], Path]]:
+    """Calls that read a compressed base, task or merge, and the folder that this needs in turn: the base of the base."""
+    place = tmp_path_factory.mktemp("chains")
+    base, tasks = write_tasks(place, {"cr": 2, "subj": 3, "trec": 6})
+    perturb(bert(), 7).bert.save_pretrained(place / "root")
+    fm_delta.compress_checkpoint(base, place / "root", place / "middle")
+    fm_delta.compress_checkpoint(tasks["cr"], place / "middle", place / "small")
+    fm_delta.compress_checkpoint(tasks["subj"], tasks["trec"], place / "task")
+    emr.merge(base, {"cr": tasks["cr"]}, place / "merged")
+    edit_settings(shutil.copytree(place / "merged", place / "on middle"), base=str(place / "middle"))
+    model, on_middle = fm_delta.enable(perturb(bert(2), 2), place / "middle"), plain(place / "on middle")
+    of_root = {
+        "compress": lambda out: fm_delta.compress_checkpoint(tasks["subj"], place / "middle", out, overwrite=True),
+        "decompress": lambda out: fm_delta.decompress_checkpoint(place / "small", out, overwrite=True),
+        "save": lambda out: model.save_pretrained(out),
+        "extract": lambda out: emr.extract(place / "on middle", "cr", out, overwrite=True),
+        "add-task": lambda out: emr.add_task(place / "on middle", "more", tasks["cr"], out, overwrite=True),
+        "save a merge": lambda out: on_middle.save_pretrained(out),
+    }
+    of_task = {
+        "merge": lambda out: emr.merge(base, {"subj": place / "task"}, out, overwrite=True),
+        "add-task of a task": lambda out: emr.add_task(place / "merged", "subj", place / "task", out, overwrite=True),
+    }
+    return {name: (write, place / "root") for name, write in of_root.items()} | {
+        name: (write, tasks["trec"]) for name, write in of_task.items()
+    }
+
+
+CHAINS = ("compress", "decompress", "save", "extract", "add-task", "save a merge", "merge", "add-task of a task")
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_what_is_needed_to_read_it_is_never_overwritten(chains, name):
+    write, needed = chains[name]
+    before = contents(needed)
+    with pytest.raises(CheckpointError, match="still needed|is needed|the base needs it"):
+        write(needed)
+    assert contents(needed) == before
+
+
 @pytest.mark.parametrize(
     "writer, place",
     [(writer, place) for writer in WRITERS for place in ("file", "file/below", "/proc/no-such-process/out")]
@@ -147,12 +189,10 @@ def test_what_users_edit_in_a_result_stays(tmp_path, writer, file):
     (out / file).write_text('{"by": "me"}')
     before = contents(out)
 
-    def write(**more: bool) -> None:
-        if writer == "compress":
-            fm_delta.compress_checkpoint(src, base, out, **more)
-        else:
-            fm_delta.decompress_checkpoint(tmp_path / "small", out, **more)
-
+    write = {
+        "compress": partial(fm_delta.compress_checkpoint, src, base, out),
+        "decompress": partial(fm_delta.decompress_checkpoint, tmp_path / "small", out),
+    }[writer]
     with pytest.raises(CheckpointError, match=f"holds something else: {file}"):
         write()
     assert contents(out) == before

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from hf_ext import fm_delta
 from hf_ext.storage.safetensors_file import DTYPES, RawTensor, torch_dtype
 
 TORCH_DTYPES = {name: torch_dtype(name) for name in DTYPES}
@@ -84,6 +86,21 @@ def pair(folder: Path, dtype: torch.dtype = torch.float32, shards: int = 1) -> t
     """Folders of a fine-tune and of its base."""
     base = weights(dtype)
     return write_folder(folder / "tuned", fine_tune(base), shards=shards), write_folder(folder / "base", base)
+
+
+def compressed_pair(folder: Path, dtype: torch.dtype = torch.float32, shards: int = 1) -> tuple[Path, Path, Path]:
+    """Folders of a fine-tune, of its base, and of the fine-tune compressed against it."""
+    tuned, base = pair(folder, dtype, shards)
+    fm_delta.compress_checkpoint(tuned, base, folder / "small")
+    return tuned, base, folder / "small"
+
+
+def assert_restored(small: Path, expected: Path) -> None:
+    """A compressed checkpoint gives back every file of the plain one."""
+    back = small.with_name(f"{small.name}-back")
+    shutil.rmtree(back, ignore_errors=True)
+    fm_delta.decompress_checkpoint(small, back)
+    assert contents(back) == contents(expected)
 
 
 def flip_bit(path: Path, place: float = -1) -> None:

@@ -14,6 +14,8 @@ from safetensors.torch import load_file
 from tiny_models import bert, perturb, tokenizer
 from transformers import AutoModelForSequenceClassification, BertForSequenceClassification, PreTrainedModel
 
+from hf_ext import emr
+
 #: By method, options of `emr.merge` that keep something of a change as random as that of a tiny model.
 METHODS: dict[str, dict] = {"emr": {}, "switch": {"method": "switch", "bits": 8}}
 LABELS = {"trec": 6, "cr": 2, "subj": 2, "sst2": 2}
@@ -48,6 +50,12 @@ def write_tasks(folder: Path, labels: dict[str, int] = LABELS) -> tuple[Path, di
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors of a plain checkpoint."""
     return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+
+
+def extracted(merged: Path, task: str, out: Path) -> dict[str, torch.Tensor]:
+    """Extracts a task into a folder, and returns its tensors."""
+    emr.extract(merged, task, out, overwrite=True)
+    return tensors_of(out)
 
 
 def same_tensors(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:

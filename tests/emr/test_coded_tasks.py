@@ -8,6 +8,7 @@ import shutil
 from copy import deepcopy
 from dataclasses import replace
 from decimal import Decimal
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,8 +16,8 @@ import torch
 import xxhash
 from repeats import some
 from safetensors.torch import save_file
-from tiny_checkpoints import contents, fine_tune, weights, write_folder
-from tiny_merges import classifier, same_tensors, tensors_of, write_tasks
+from tiny_checkpoints import fine_tune, weights, write_folder
+from tiny_merges import classifier, extracted, same_tensors, tensors_of
 from tiny_models import assert_same_weights, bert
 from transformers import AutoModelForSequenceClassification, BertModel
 
@@ -28,61 +29,16 @@ Auto = AutoModelForSequenceClassification
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    return write_tasks(tmp_path_factory.mktemp("tasks"))
+def mixed(tmp_path_factory, base, tasks):
+    """A merge of an elected task and of two coded ones."""
+    place = tmp_path_factory.mktemp("mixed")
+    emr.merge(base, {"trec": tasks["trec"]}, place / "elected")
+    emr.add_task(place / "elected", "cr", tasks["cr"], place / "two", method="switch", bits=6)
+    emr.add_task(place / "two", "subj", tasks["subj"], place / "merged", bits=6)
+    return place / "merged"
 
 
-@pytest.fixture(scope="module")
-def coded(tmp_path_factory, folders):
-    """A merge of three coded tasks."""
-    merged = tmp_path_factory.mktemp("coded") / "merged"
-    emr.merge(folders[0], {task: folders[1][task] for task in ("trec", "cr", "subj")}, merged, method="switch", bits=6)
-    return merged
-
-
-def extracted(merged, task, out) -> dict[str, torch.Tensor]:
-    emr.extract(merged, task, out, overwrite=True)
-    return tensors_of(out)
-
-
-def away(tensors, single, base) -> float:
-    """How far tensors are from those of the single model, relative to its own change of the base's."""
-    pairs = [(tensors[name].double(), single[name].double(), base[name].double()) for name in base if name in single]
-    pairs = [pair for pair in pairs if pair[1].shape == pair[2].shape]
-    off, moved = (sum(float((pair[1] - pair[i]).square().sum()) for pair in pairs) for i in (0, 2))
-    return (off / moved) ** 0.5
-
-
-def test_the_tasks_switch_save_and_are_checked(tmp_path, folders, coded):
-    model = Auto.from_pretrained(coded)
-    for task in ("cr", "subj", "trec"):
-        model.set_task(task)
-        extracted(coded, task, tmp_path / task)
-        assert_same_weights(model, Auto.from_pretrained(tmp_path / task))
-    model.save_pretrained(tmp_path / "again")
-    assert contents(tmp_path / "again") == contents(coded) and emr.verify(tmp_path / "again") > 0
-    with torch.no_grad():
-        model.bert.pooler.dense.weight += 1
-    with pytest.raises(RuntimeError, match="was changed since"):
-        model.set_task("cr")
-    model.set_task("cr", discard_changes=True)
-    assert_same_weights(model, Auto.from_pretrained(tmp_path / "cr"))
-
-
-def test_the_figures_are_those_of_the_weights(tmp_path, folders, coded):
-    base = {f"bert.{name}": tensor for name, tensor in tensors_of(folders[0]).items()}
-    for task in emr.report(coded).tasks:
-        found, single = extracted(coded, task.task, tmp_path / "out"), tensors_of(folders[1][task.task])
-        assert task.relative == pytest.approx(away(found, single, base), rel=1e-3)
-        vectors = [
-            torch.cat([(part[name].double() - base[name].double()).reshape(-1) for name in base]) for part in (found, single)
-        ]
-        assert task.cosine == pytest.approx(float(torch.cosine_similarity(*vectors, 0)), rel=1e-3)
-        assert all(torch.equal(found[name], single[name]) for name in single if name not in base)  # the head
-
-
-def test_methods_stand_side_by_side(tmp_path, folders):
-    base, tasks = folders
+def test_methods_stand_side_by_side(tmp_path, base, tasks):
     emr.merge(base, {task: tasks[task] for task in ("trec", "cr")}, tmp_path / "elected")
     emr.add_task(tmp_path / "elected", "subj", tasks["subj"], tmp_path / "mixed", method="switch", bits=6)
     emr.add_task(tmp_path / "mixed", "sst2", tasks["sst2"], tmp_path / "all", method="emr", accept_conflicts=True)
@@ -99,25 +55,7 @@ def test_methods_stand_side_by_side(tmp_path, folders):
     report.plot(tmp_path / "report.png")
 
 
-def test_added_rows_statistics_and_integers_are_exact(tmp_path):
-    base = weights() | {"bn.running_mean": torch.randn(8), "steps": torch.tensor(1), "embed.weight": torch.randn(96, 16)}
-    write_folder(tmp_path / "base", base, '{"vocab_size": 96}')
-    rows = {"same": 96, "more": 101, "less": 90}
-    for seed, (task, count) in enumerate(rows.items(), 1):
-        tuned = fine_tune(base, seed) | {"bn.running_mean": torch.randn(8), "steps": torch.tensor(10 * seed)}
-        tuned["embed.weight"] = torch.cat([tuned["embed.weight"], torch.randn(9, 16)])[:count]
-        write_folder(tmp_path / task, tuned | {"new": torch.randn(seed, 3)}, f'{{"vocab_size": {count}}}')
-    emr.merge(tmp_path / "base", {task: tmp_path / task for task in rows}, tmp_path / "merged", method="switch", bits=6)
-    for task in rows:
-        found, single = extracted(tmp_path / "merged", task, tmp_path / "out"), tensors_of(tmp_path / task)
-        for name in ("bn.running_mean", "steps", "new"):
-            assert torch.equal(found[name], single[name]), name
-        assert found["embed.weight"].shape == single["embed.weight"].shape
-        assert torch.equal(found["embed.weight"][96:], single["embed.weight"][96:])
-
-
-def test_what_cannot_be_coded_is_one_error_and_nothing_is_written(tmp_path, folders, coded):
-    base, tasks = folders
+def test_what_cannot_be_coded_is_one_error_and_nothing_is_written(tmp_path, base, tasks, mixed):
     broken = classifier(2, 2)
     broken.bert.pooler.dense.bias.data[3] = torch.nan
     torch.manual_seed(99)
@@ -136,6 +74,7 @@ def test_what_cannot_be_coded_is_one_error_and_nothing_is_written(tmp_path, fold
         ({"bits": 0.5, "size": "1MB"}, "bits and size are given; give one"),
         ({"method": "emr", "bits": 1}, "bits: only the method 'switch'"),
         ({"method": "dare"}, "choose one of: emr, switch"),
+        ({"method": "emr", "rescale": "layer"}, "tensor, paper, tensor_mean"),
         ({"bits": 0.01}, "Tasks get too few bits: .*'cr' .*Give them more"),
     ):
         with pytest.raises(CheckpointError, match=message):
@@ -145,7 +84,7 @@ def test_what_cannot_be_coded_is_one_error_and_nothing_is_written(tmp_path, fold
         (stranger, "no fine-tune of this"),
     ):
         with pytest.raises((CheckpointError, BaseModelError), match=message):
-            emr.add_task(coded, "more", task, tmp_path / "out", bits=4)
+            emr.add_task(mixed, "more", task, tmp_path / "out", bits=4)
     damaged = shutil.copytree(base, tmp_path / "damaged")
     tensors = tensors_of(damaged)
     tensors["pooler.dense.bias"][3] = torch.inf
@@ -156,24 +95,29 @@ def test_what_cannot_be_coded_is_one_error_and_nothing_is_written(tmp_path, fold
     assert not (tmp_path / "out").exists()
 
 
+def coded_alone(place: Path, base: dict, tuned: dict, **options) -> emr.TaskReport:
+    """Merges a task by itself, coded, into `out`."""
+    for folder, tensors in (("base", base), ("task", tuned)):
+        write_folder(place / folder, tensors)
+    [task] = emr.merge(place / "base", {"t": place / "task"}, place / "out", method="switch", **options).tasks
+    return task
+
+
 @pytest.mark.parametrize("scale", [1e-42, 1e-33, 1e33])
 def test_weights_of_any_size_are_coded(tmp_path, scale):
     base = {"up.weight": torch.randn(64, 64), "norm.weight": torch.ones(64)}
-    for folder, tensors in (("base", base), ("t", fine_tune(base))):
-        write_folder(tmp_path / folder, {name: tensor * scale for name, tensor in tensors.items()})
-    emr.merge(tmp_path / "base", {"t": tmp_path / "t"}, tmp_path / "out", method="switch", bits=30, accept_conflicts=True)
+    scaled = [{name: tensor * scale for name, tensor in tensors.items()} for tensors in (base, fine_tune(base))]
+    coded_alone(tmp_path, *scaled, bits=30, accept_conflicts=True)
     assert emr.verify(tmp_path / "out")
 
 
 def test_a_task_that_changes_few_tensors_is_coded_by_those(tmp_path, monkeypatch):
     base = {f"layer.{i}.weight": torch.randn(128, 128) for i in range(9)}
     tuned = base | {"layer.0.weight": base["layer.0.weight"] + 0.01 * torch.randn(128, 1) * torch.randn(1, 128)}
-    write_folder(tmp_path / "base", base)
-    write_folder(tmp_path / "tuned", tuned)
     monkeypatch.setattr(steps, "FEW_VALUES", 0)
     monkeypatch.setattr(steps, "PLACES", 1)  # a tensor that did not change
-    report = emr.merge(tmp_path / "base", {"t": tmp_path / "tuned"}, tmp_path / "out", method="switch", bits=0.5)
-    assert report.tasks[0].relative < 0.5 and report.tasks[0].bits < 0.6
+    task = coded_alone(tmp_path, base, tuned, bits=0.5)
+    assert task.relative < 0.5 and task.bits < 0.6
 
 
 CHANGES = {
@@ -195,16 +139,11 @@ def test_what_is_written_takes_what_was_asked_whichever_layer_changed(tmp_path, 
     }
     if change == "one value":
         tuned["layers.5.up.weight"][3, 4] = 6e4 if dtype == torch.float16 else 1e6
-    for folder, tensors in (("base", base), ("task", tuned)):
-        write_folder(tmp_path / folder, {name: tensor.to(dtype) for name, tensor in tensors.items()})
-    monkeypatch.setattr(steps, "FEW_VALUES", 0)
-    monkeypatch.setattr(steps, "PLACES", 8)
-    monkeypatch.setattr(steps, "MOST_VALUES", 1 << 12)
-    options = {"method": "switch", "accept_conflicts": True, "bits": 0.3}
-    [task] = emr.merge(tmp_path / "base", {"t": tmp_path / "task"}, tmp_path / "out", **options).tasks
-    assert task.bits == pytest.approx(0.3, rel=0.05)
-    name = "layers.5.up.weight"
-    moved, single = extracted(tmp_path / "out", "t", tmp_path / "plain")[name], tuned[name].to(dtype)
+    for name, value in {"FEW_VALUES": 0, "PLACES": 8, "MOST_VALUES": 1 << 12}.items():
+        monkeypatch.setattr(steps, name, value)
+    base, tuned = ({name: tensor.to(dtype) for name, tensor in tensors.items()} for tensors in (base, tuned))
+    assert coded_alone(tmp_path, base, tuned, bits=0.3, accept_conflicts=True).bits == pytest.approx(0.3, rel=0.05)
+    moved, single = (tensors["layers.5.up.weight"] for tensors in (extracted(tmp_path / "out", "t", tmp_path / "plain"), tuned))
     assert change != "one value" or float(moved[3, 4]) == pytest.approx(float(single[3, 4]), rel=0.01)
 
 
@@ -212,28 +151,20 @@ def test_a_change_between_the_rows_of_the_sample_takes_the_bits_asked_for(tmp_pa
     base = {f"layers.{i}.weight": torch.randn(256, 64) for i in range(4)}
     tuned = base | {"layers.2.weight": base["layers.2.weight"].clone()}
     tuned["layers.2.weight"][129:139] += 0.01 * torch.randn(10, 64)
-    for folder, tensors in (("base", base), ("task", tuned)):
-        write_folder(tmp_path / folder, tensors)
     for name, value in {"FEW_VALUES": 0, "GLANCE": 128, "MOST_VALUES": 128}.items():
         monkeypatch.setattr(steps, name, value)
-    options = {"method": "switch", "bits": 0.1}
-    [task] = emr.merge(tmp_path / "base", {"t": tmp_path / "task"}, tmp_path / "out", **options).tasks
-    assert task.bits == pytest.approx(0.1, rel=0.05)
+    assert coded_alone(tmp_path, base, tuned, bits=0.1).bits == pytest.approx(0.1, rel=0.05)
 
 
 @pytest.mark.parametrize("bits", [2, 8])
 def test_the_names_of_a_small_model_count(tmp_path, bits):
-    for folder, tensors in (("base", weights()), ("task", fine_tune(weights()))):
-        write_folder(tmp_path / folder, tensors)
-    [task] = emr.merge(tmp_path / "base", {"t": tmp_path / "task"}, tmp_path / "out", method="switch", bits=bits).tasks
-    assert task.bits == pytest.approx(bits, rel=0.05)
+    assert coded_alone(tmp_path, weights(), fine_tune(weights()), bits=bits).bits == pytest.approx(bits, rel=0.05)
 
 
 def test_float64_is_refused(tmp_path):
-    for folder, tensors in (("base", weights(torch.float64)), ("task", fine_tune(weights(torch.float64)))):
-        write_folder(tmp_path / folder, tensors)
+    base = weights(torch.float64)
     with pytest.raises(CheckpointError, match="is of type float64, which cannot be coded. Save the model in float32"):
-        emr.merge(tmp_path / "base", {"t": tmp_path / "task"}, tmp_path / "out", method="switch")
+        coded_alone(tmp_path, base, fine_tune(base))
 
 
 def test_a_folder_takes_at_most_the_size_that_was_asked_for(tmp_path):
@@ -273,16 +204,6 @@ def forge(folder, task) -> None:
     other.replace(file.path)
 
 
-@pytest.fixture(scope="module")
-def mixed(tmp_path_factory, folders):
-    """A merge of an elected task and of two coded ones."""
-    (base, tasks), place = folders, tmp_path_factory.mktemp("mixed")
-    emr.merge(base, {"trec": tasks["trec"]}, place / "elected")
-    emr.add_task(place / "elected", "cr", tasks["cr"], place / "two", method="switch", bits=6)
-    emr.add_task(place / "two", "subj", tasks["subj"], place / "merged", bits=6)
-    return place / "merged"
-
-
 @pytest.mark.parametrize("active", ["cr", "trec"])
 def test_a_change_that_cannot_be_decoded_leaves_the_weights_of_the_active_task(tmp_path, mixed, active):
     forge(shutil.copytree(mixed, tmp_path / "merged"), "subj")
@@ -310,8 +231,7 @@ def test_a_change_that_cannot_be_decoded_leaves_the_weights_of_the_active_task(t
 
 
 @some("method", ["mixed"], ["emr", "switch"])
-def test_the_tasks_that_stay_keep_all_bits(tmp_path, folders, method):
-    base, tasks = folders
+def test_the_tasks_that_stay_keep_all_bits(tmp_path, base, tasks, method):
     same = {"cr": tasks["cr"], "trec": tasks["trec"], "again": tasks["cr"]}  # a head that two of three share
     emr.merge(base, same, tmp_path / "merged", **{"method": "switch", "bits": 4} if method == "switch" else {})
     if method == "mixed":
@@ -335,8 +255,7 @@ def test_the_tasks_that_stay_keep_all_bits(tmp_path, folders, method):
         emr.remove_task(whole, "x", tmp_path / "none")
 
 
-def test_the_last_task_and_a_task_in_use(tmp_path, folders):
-    base, tasks = folders
+def test_the_last_task_and_a_task_in_use(tmp_path, base, tasks):
     emr.merge(base, {task: tasks[task] for task in ("cr", "subj")}, tmp_path / "two", method="switch", bits=4)
     model = Auto.from_pretrained(tmp_path / "two")
     emr.remove_task(tmp_path / "two", "cr", tmp_path / "one")

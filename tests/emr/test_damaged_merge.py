@@ -11,7 +11,7 @@ import pytest
 import torch
 from processes import loads_without_plugin
 from tiny_checkpoints import edit_settings, write_folder
-from tiny_merges import METHODS, classifier, write_tasks
+from tiny_merges import METHODS, write_tasks
 from transformers import AutoModelForSequenceClassification
 
 from hf_ext import CheckpointError, CorruptFileError, EMRConfig, HfExtError, emr
@@ -25,18 +25,15 @@ Auto = AutoModelForSequenceClassification
 
 @pytest.fixture(scope="module", params=METHODS)
 def merges(tmp_path_factory, request):
-    """Two merges with one base and tasks of the same names."""
+    """A merge, and beside it what it was made of."""
     folder = tmp_path_factory.mktemp("merges")
-    base, tasks = write_tasks(folder / "in", {"cr": 2, "subj": 3})
-    emr.merge(base, tasks, folder / "merged", **METHODS[request.param])
-    classifier(2, 9).save_pretrained(tasks["cr"])
-    emr.merge(base, tasks, folder / "second", **METHODS[request.param])
+    emr.merge(*write_tasks(folder / "in", {"cr": 2, "subj": 3}), folder / "merged", **METHODS[request.param])
     return folder
 
 
 @pytest.fixture
 def broken(merges, tmp_path):
-    """A merge of its own, to damage, and beside it its base and the second merge."""
+    """A merge of its own, to damage, and beside it its base."""
     shutil.copytree(merges, tmp_path, dirs_exist_ok=True)
     edit_settings(tmp_path / "merged", base=str(tmp_path / "in/base"))
     return tmp_path / "merged"
@@ -92,6 +89,7 @@ def test_modulators_of_tensors_that_do_not_exist_are_refused(broken, change):
 def test_files_of_no_task_may_lie_beside(broken):
     (broken / "task-notes").mkdir()
     modulators(broken, "notes").write_text("garbage")
+    emr.merge(broken.parent / "in/base", {"subj": broken.parent / "in/subj"}, broken.parent / "second")
     shutil.copytree(broken.parent / "second/task-subj", broken / "task-older")
     assert Auto.from_pretrained(broken).tasks == ["cr", "subj"]
 

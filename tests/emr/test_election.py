@@ -64,12 +64,15 @@ def test_four_parameters_by_hand():
     assert (sums["base_squares"] == 4).all() and (sums["not_finite"] == 0).all()
 
 
-def test_a_task_by_hand():
-    base, elected = torch.tensor([1.0, 1.0, 1.0]), torch.tensor([2.0, 0.0, 5.0])
-    mask = np.packbits([1, 1, 0], bitorder="little")
-    assert modulate("F32", base, elected, mask, 0.5).tolist() == [1.5, 0.5, 1.0]
-    assert modulate("F32", base, elected, None, 0.5).tolist() == [1.0, 1.0, 1.0]
-    assert modulate("F32", base, elected, mask, 1.0).tolist() == [2.0, 0.0, 1.0]
+def assert_sums(sums: np.ndarray, base: np.ndarray, task: np.ndarray, mask: np.ndarray, elected: np.ndarray) -> None:
+    """The sums of a task are those of its change and of the elected one, in float64."""
+    vector, unified = task - base, mask * (elected - base)
+    for field, value in {
+        "moved": np.count_nonzero(vector), "agreeing": mask.sum(), "not_finite": 0, "base_squares": (base**2).sum(),
+        "task_l1": np.abs(vector).sum(), "unified_l1": np.abs(unified).sum(), "task_squares": (vector**2).sum(),
+        "unified_squares": (unified**2).sum(), "product": (vector * unified).sum(),
+    }.items():  # fmt: skip
+        assert math.isclose(sums[field], value, rel_tol=1e-12), field
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 30])
@@ -83,13 +86,7 @@ def test_the_election_is_the_formula_in_float64(dtype, count):
     for task, mask, expected_mask, total in zip(wides, bits, masks, sums):
         assert (mask == expected_mask).all()
         assert math.isclose(election.rescaler(total), reference.rescaler(wide, task, expected, mask), rel_tol=1e-12)
-        vector, unified = task - wide, mask * (expected - wide)
-        assert total["moved"] == np.count_nonzero(vector) and total["agreeing"] == mask.sum()
-        for field, value in {
-            "task_l1": np.abs(vector).sum(), "unified_l1": np.abs(unified).sum(), "task_squares": (vector**2).sum(),
-            "unified_squares": (unified**2).sum(), "product": (vector * unified).sum(), "base_squares": (wide**2).sum(),
-        }.items():  # fmt: skip
-            assert math.isclose(total[field], value, rel_tol=1e-12), field
+        assert_sums(total, wide, task, mask, expected)
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.7310585786300049, 1.9])
@@ -98,7 +95,7 @@ def test_a_task_is_the_formula_rounded_once_for_every_operation(dtype, scale):
     base, tasks = fine_tunes(dtype, 3, 5003)
     elected, bits, masks, _ = elect(dtype, base, tasks)
     kind = torch.float64 if dtype == "F64" else torch.float32
-    for mask, packed in zip(bits, masks):
+    for mask, packed in [*zip(bits, masks), (np.zeros(5003, bool), None)]:
         moved = elected if scale == 1 else (base.to(kind) + scale * (elected.to(kind) - base.to(kind))).to(base.dtype)
         expected = torch.where(torch.from_numpy(mask), moved, base)
         assert torch.equal(raw_bits(modulate(dtype, base, elected, packed, scale)), raw_bits(expected))
@@ -210,15 +207,9 @@ def test_adopting_a_task_keeps_what_is_elected(dtype):
     bits = torch.from_numpy(np.unpackbits(mask, count=4001, bitorder="little").astype(bool))
     free = before == base
     assert torch.equal(elected[~free], before[~free]) and torch.equal(elected[free], third[free])
-    vector, unified = third.double() - base.double(), elected.double() - base.double()
-    assert torch.equal(bits, vector * unified > 0)
-    for field, value in {
-        "moved": (vector != 0).sum(), "agreeing": bits.sum(), "task_l1": vector.abs().sum(),
-        "unified_l1": (bits * unified.abs()).sum(), "task_squares": (vector**2).sum(),
-        "unified_squares": (bits * unified**2).sum(), "product": (bits * vector * unified).sum(),
-        "base_squares": (base.double() ** 2).sum(), "not_finite": 0,
-    }.items():  # fmt: skip
-        assert math.isclose(sums[field], value, rel_tol=1e-9), field
+    wide, task, whole = (tensor.double().numpy() for tensor in (base, third, elected))
+    assert np.array_equal(bits, (task - wide) * (whole - wide) > 0)
+    assert_sums(sums, wide, task, bits.numpy(), whole)
 
 
 @pytest.mark.parametrize(

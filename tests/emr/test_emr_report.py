@@ -3,38 +3,41 @@
 from __future__ import annotations
 
 import math
+import shutil
 
 import pytest
 import torch
-from tiny_merges import tensors_of, write_tasks
+from tiny_checkpoints import edit_settings
+from tiny_merges import METHODS, extracted, tensors_of
 
 from hf_ext import HfExtError, emr
 
 
-@pytest.fixture(scope="module")
-def merge(tmp_path_factory):
+@pytest.fixture(scope="module", params=METHODS)
+def merge(tmp_path_factory, request, base, tasks):
     folder = tmp_path_factory.mktemp("merge")
-    base, tasks = write_tasks(folder / "in")
-    return folder, base, tasks, emr.merge(base, tasks, folder / "merged")
+    return folder, request.param, emr.merge(base, tasks, folder / "merged", **METHODS[request.param])
 
 
-def test_the_figures_are_those_of_the_weights(merge, tmp_path):
-    folder, base, tasks, report = merge
+def test_the_figures_are_those_of_the_weights(merge, tmp_path, base, tasks):
+    folder, method, report = merge
     prior = {f"bert.{name}": tensor for name, tensor in tensors_of(base).items()}
 
     def vector(tensors):
         return torch.cat([(tensors[name].double() - prior[name].double()).reshape(-1) for name in sorted(prior)])
 
     for task in report.tasks:
-        emr.extract(folder / "merged", task.task, tmp_path / task.task)
-        single, given = vector(tensors_of(tasks[task.task])), vector(tensors_of(tmp_path / task.task))
+        tuned, merged = tensors_of(tasks[task.task]), extracted(folder / "merged", task.task, tmp_path / task.task)
+        single, given = vector(tuned), vector(merged)
+        assert all(torch.equal(merged[name], tuned[name]) for name in tuned.keys() - prior.keys())  # the head
         assert task.parameters == single.numel()
         assert math.isclose(task.distance, (single - given).norm(), rel_tol=1e-3)
         assert math.isclose(task.relative, (single - given).norm() / single.norm(), rel_tol=1e-3)
         assert math.isclose(task.cosine, torch.cosine_similarity(single, given, 0), rel_tol=1e-4)
-        assert math.isclose(task.density, (given != 0).double().mean(), rel_tol=1e-3)
-        assert math.isclose(task.conflicts, 1 - (given != 0).sum() / (single != 0).sum(), rel_tol=1e-2)
-        assert task.least_scale <= task.scale <= task.largest_scale
+        if method == "emr":
+            assert math.isclose(task.density, (given != 0).double().mean(), rel_tol=1e-3)
+            assert math.isclose(task.conflicts, 1 - (given != 0).sum() / (single != 0).sum(), rel_tol=1e-2)
+            assert task.least_scale <= task.scale <= task.largest_scale
     (folder / "merged/report.png").write_bytes(b"0" * 999)
     own = [path for path in (folder / "merged").rglob("*") if path.is_file() and path.name not in ("README.md", "report.png")]
     size = sum(path.stat().st_size for path in own)
@@ -54,8 +57,8 @@ def test_the_report_is_a_table_a_dictionary_and_a_picture(merge, tmp_path):
         report.plot(tmp_path / "none" / "report.png")
 
 
-def test_the_report_needs_no_base(tmp_path):
-    base, tasks = write_tasks(tmp_path / "in", {"cr": 2})
-    report = emr.merge(base, tasks, tmp_path / "merged")
-    base.rename(tmp_path / "gone")
-    assert emr.report(tmp_path / "merged") == report
+def test_the_report_needs_no_base(merge, tmp_path):
+    folder, _, report = merge
+    merged = shutil.copytree(folder / "merged", tmp_path / "merged")
+    edit_settings(merged, base="gone")
+    assert emr.report(merged).tasks == report.tasks

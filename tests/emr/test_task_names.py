@@ -10,21 +10,11 @@ import pytest
 import torch
 from repeats import some
 from safetensors.torch import save_file
+from tiny_architectures import build
 from tiny_checkpoints import edit_config
 from tiny_merges import same_tensors, tensors_of
-from tiny_models import GROUPED, SIZES, bert, llama, perturb, qwen_moe, t5
-from transformers import (
-    BartConfig,
-    BartForConditionalGeneration,
-    BertConfig,
-    BertForMaskedLM,
-    BertModel,
-    CLIPVisionConfig,
-    LlamaConfig,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-    PreTrainedModel,
-)
+from tiny_models import bert, llama, perturb, qwen_moe, t5
+from transformers import BertModel, PreTrainedModel
 
 from hf_ext import CheckpointError, emr, fm_delta
 from hf_ext.emr.folder import MergeFolder
@@ -38,24 +28,16 @@ def tied_llama() -> PreTrainedModel:
 
 
 def masked_bert() -> PreTrainedModel:
-    torch.manual_seed(0)
-    sizes = SIZES | {"hidden_size": 48, "intermediate_size": 64, "max_position_embeddings": 32}
-    return BertForMaskedLM(BertConfig(**sizes))
+    return build("BertForMaskedLM")
 
 
 def bart() -> PreTrainedModel:
-    torch.manual_seed(0)
-    sizes = {f"{side}_{key}": value for side in ("encoder", "decoder") for key, value in (("layers", 1), ("ffn_dim", 48))}
-    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "max_position_embeddings": 32}
-    return BartForConditionalGeneration(BartConfig(vocab_size=96, d_model=32, **sizes, **heads))
+    return build("BartForConditionalGeneration")
 
 
 def llava() -> PreTrainedModel:
     """Its two towers have layers of the same names."""
-    torch.manual_seed(0)
-    text = LlamaConfig(**GROUPED, hidden_size=32, intermediate_size=48)
-    vision = CLIPVisionConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, image_size=16)
-    return LlavaForConditionalGeneration(LlavaConfig(text_config=text, vision_config=vision, image_token_id=5))
+    return build("LlavaForConditionalGeneration")
 
 
 def renamed(*pairs: tuple[str, str]) -> Edit:

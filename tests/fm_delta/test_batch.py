@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from kills import die_or_compress
-from tiny_checkpoints import contents, fine_tune, weights, write_folder
+from tiny_checkpoints import assert_restored, contents, fine_tune, weights, write_folder
 
 from hf_ext import BaseModelError, CheckpointError, CorruptFileError, fm_delta
 from hf_ext.cli.main import main
@@ -43,11 +43,9 @@ def compress(folder: Path, **options) -> batch.BatchReport:
     return fm_delta.compress_all(folder / "models", folder / "out", **({"base": folder / "base", "level": 1} | options))
 
 
-def assert_restored(folder: Path, names=NAMES) -> None:
+def assert_all_restored(folder: Path, names=NAMES) -> None:
     for name in names:
-        shutil.rmtree(folder / "back", ignore_errors=True)
-        fm_delta.decompress_checkpoint(folder / "out" / name, folder / "back")
-        assert contents(folder / "back") == contents(folder / "models" / name)
+        assert_restored(folder / "out" / name, folder / "models" / name)
 
 
 def written_at(out: Path) -> dict[str, int]:
@@ -63,7 +61,7 @@ def test_every_model_is_compressed_and_reported(folder):
     assert record == json.loads(json.dumps(report.to_dict()))
     assert str(report).endswith(report.summary()) and "3 of 3 models done" in report.summary()
     assert contents(folder / "models") == before
-    assert_restored(folder)
+    assert_all_restored(folder)
 
 
 def test_the_base_among_the_models_is_left_out(folder):
@@ -117,7 +115,7 @@ def test_changed_models_are_compressed_again(folder, change):
     redone = {Path(path).parent.name for path, when in written_at(folder / "out").items() if first.get(path) != when}
     assert redone == (set(NAMES) if change in ("base", "record gone") else {"one"})
     if change != "config gone":  # with it the record that the card was added
-        assert_restored(folder)
+        assert_all_restored(folder)
 
 
 def test_a_record_that_cannot_be_read_is_an_error(folder):
@@ -184,7 +182,7 @@ def test_a_process_that_dies_fails_only_the_model_that_killed_it(folder, monkeyp
     assert [model.name for model in report.failed] == ["two"] and "The process that compressed it died" in report.failed[
         0
     ].error
-    assert_restored(folder, ["one", "three"])
+    assert_all_restored(folder, ["one", "three"])
 
 
 RUN = """
@@ -214,7 +212,7 @@ def test_a_run_that_is_killed_leaves_no_worker_and_goes_on(folder):
     report = compress(folder)
     assert 0 < len(done) < len(report.models) == 6 and not report.failed
     assert all(written_at(folder / "out" / name) == first_written[name] for name in done)
-    assert_restored(folder, [model.name for model in report.models])
+    assert_all_restored(folder, [model.name for model in report.models])
     assert not list(folder.rglob("*partial*"))
 
 
@@ -234,7 +232,7 @@ def test_the_workers_of_a_dask_cluster_do_it(folder, capsys):
         assert main([*map(str, command), "--scheduler", cluster.scheduler_address]) == 0
     report = json.loads(capsys.readouterr().out)
     assert [model["verified"] for model in report["models"]] == [True, True, True]
-    assert_restored(folder)
+    assert_all_restored(folder)
 
 
 def test_processes_share_the_cores_that_are_left_to_a_run(folder, monkeypatch):

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from kills import killed
 from peft import LoraConfig, PeftModel, get_peft_model
 from repeats import repeats
 from stop_after import StopAfter
@@ -131,19 +130,6 @@ def test_a_training_goes_on_where_compression_fails(tmp_path, base, plain, caplo
     assert "checkpoint-4 is not compressed: Another process is writing" in caplog.text
     assert [is_compressed(checkpoint) for checkpoint in checkpoints(tmp_path)] == [True, False, True]
     assert_same_weights(load(tmp_path / "checkpoint-4"), load(Path(plain.args.output_dir, "checkpoint-4")))
-
-
-@repeats("stride", 20, 1)
-def test_a_kill_leaves_each_checkpoint_whole_or_absent(tmp_path, compressed, stride):
-    run, model = tmp_path / "run", copy.deepcopy(compressed.model)
-    model.save_pretrained.run = run
-    start = tmp_path / "start"
-    shutil.copytree(Path(compressed.args.output_dir, "checkpoint-2"), start / "checkpoint-2")
-    for _ in killed(run, start, lambda: model.save_pretrained(run / "checkpoint-4"), stride):
-        assert fm_delta.verify(run / "checkpoint-2")
-        assert not (run / "checkpoint-4/model.safetensors").exists() or fm_delta.verify(run / "checkpoint-4")
-    assert_same_weights(load(run / "checkpoint-4"), model)
-    assert steps(run) == [2, 4]
 
 
 def test_a_model_with_the_callback_can_be_copied_and_pickled(compressed):

@@ -17,7 +17,6 @@ from repeats import repeats
 from safetensors.torch import load_file
 from tiny_checkpoints import CONFIG, contents, fine_tune, write_folder
 from tiny_models import same_bits
-from transformers.utils import logging
 
 from hf_ext import fm_delta
 from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError, HfExtError
@@ -27,12 +26,8 @@ from hf_ext.storage.delta.payload import read_header
 from hf_ext.storage.safetensors_file import Entry, RawTensor, SafetensorsFile, write_header
 from hf_ext.storage.sealed import header_checksum
 
+pytestmark = pytest.mark.usefixtures("no_progress_bars")
 READERS = (fm_delta.verify, fm_delta.inspect, fm_delta.open)
-
-
-@pytest.fixture(autouse=True)
-def no_progress_bars(monkeypatch):
-    monkeypatch.setattr(logging, "_tqdm_active", False)
 
 
 def small_pair(folder: Path) -> tuple[Path, Path]:
@@ -89,11 +84,6 @@ def is_read_one_by_one(folder: Path) -> bool:
 # ---- accidents -------------------------------------------------------------------------------------------------------
 
 
-def test_the_small_checkpoint_has_tensors_of_every_kind(compressed):
-    kinds = {tensor.how for tensor in fm_delta.inspect(compressed / "small").tensors}
-    assert kinds == {"delta", "resized", "alone", "stored"}
-
-
 @repeats("stride", 23, 1)
 def test_every_flipped_byte_is_noticed_or_changes_nothing(compressed, stride):
     path = compressed / "small/model.safetensors"
@@ -109,17 +99,6 @@ def test_every_flipped_byte_is_noticed_or_changes_nothing(compressed, stride):
     header = 8 + int.from_bytes(data[:8], "little")
     assert all(at < header for at, _ in survived)
     assert len(survived) < 0.02 * len(data)
-
-
-def test_every_shorter_or_longer_file_is_refused(compressed):
-    path = compressed / "small/model.safetensors"
-    data = path.read_bytes()
-    for length in {*range(0, len(data), 7), *range(40), *range(len(data) - 20, len(data))}:
-        path.write_bytes(data[:length])
-        assert not assert_right_or_refused(compressed)
-    for more in (b"\0", data, b" " * 4096):
-        path.write_bytes(data + more)
-        assert not assert_right_or_refused(compressed)
 
 
 def test_holes_and_swapped_parts_are_refused(compressed):
@@ -176,21 +155,13 @@ def test_the_files_name_the_base_where_the_config_does_not(compressed, settings)
 
 
 def test_a_base_that_cannot_be_read_is_named_with_what_to_do(compressed):
-    base, weights_file = compressed / "base", compressed / "base/model.safetensors"
     (compressed / "none").mkdir()
     for name, message in (
         (compressed / "missing", "there is no folder"),
         (compressed / "none", "holds no safetensors weights"),
     ):
-        with pytest.raises(BaseModelError, match=f"The base model '{base}' is needed.*{name}.*{message}.*--base"):
+        with pytest.raises(BaseModelError, match=f"The base model '{compressed}/base' is needed.*{name}.*{message}.*--base"):
             fm_delta.verify(compressed / "small", base=name)
-        with pytest.raises(BaseModelError, match=f"{name}.*{message}"):
-            fm_delta.compress_checkpoint(compressed / "tuned", name, compressed / "out")
-    for broken in (b"", weights_file.read_bytes()[:100], b"\xff" * 200):
-        weights_file.write_bytes(broken)
-        with pytest.raises(BaseModelError, match="model.safetensors is not a readable safetensors file"):
-            fm_delta.compress_checkpoint(compressed / "tuned", base, compressed / "out")
-    assert not (compressed / "out").exists()
 
 
 # ---- forgeries: files whose every checksum is right ------------------------------------------------------------------
@@ -243,12 +214,9 @@ def hostile_payloads() -> dict[str, bytes]:
     delta, alone, stored, _ = payloads()
     huge = 2**64 - 1
     count = huge.to_bytes(8, "little")
-    return {
-        "unknown mode": forge(stored, mode=3),
-        "stored as deflated": forge(stored, mode=2),
-        "coded as deflated": forge(alone, mode=2),
-        "deflated as coded": forge(deflated(), mode=1),
-        "deflated as stored": forge(deflated(), mode=0),
+    kinds = {"delta": delta, "alone": alone, "stored": stored, "deflated": deflated(), "stacked": stacked()}
+    modes = [(kind, mode) for kind, payload in kinds.items() for mode in (*range(9), 255) if mode != read_header(payload).mode]
+    return {f"{kind} as mode {mode}": forge(kinds[kind], mode=mode) for kind, mode in modes} | {
         "more inflates": forge(deflated(), replace=(b"I64a", b"I32a")),
         "less inflates": deflated(zlib.compress(bytes(3199))),
         "a bomb": deflated(zlib.compress(bytes(1 << 24))),
@@ -256,9 +224,6 @@ def hostile_payloads() -> dict[str, bytes]:
         "something behind the end": deflated(zlib.compress(bytes(3200)) + b"x"),
         "a type of no known size": forge(deflated(), replace=(b"I64a", b"F99a")),
         "huge and deflated": shaped(deflated(), 1 << 40, 1 << 20),
-        "unknown mode of a coded one": forge(delta, mode=255),
-        "stored as coded": forge(stored, mode=1),
-        "coded as stored": forge(alone, mode=0),
         "unknown type": forge(alone, replace=(b"F32", b"F99")),
         "type that is not coded": forge(alone, replace=(b"F32", b"I32")),
         "narrower type": forge(stored, replace=(b"I64", b"I32")),
@@ -302,8 +267,6 @@ def hostile_payloads() -> dict[str, bytes]:
         "huge stack": shaped(stacked(), 1 << 40, 256, 256),
         "stack of huge matrices": shaped(stacked(), 2, 1 << 30, 1 << 30),
         "more matrices than the table": shaped(stacked(), 4, 256, 256),
-        "coded as a stack": forge(alone, mode=4),
-        "stack as coded": forge(stacked(), mode=1),
         "checksum of another tensor": forge(stored, checksum=5),
         "checksum of another coded tensor": forge(alone, checksum=5),
         "no values of the base": forge(delta, base_values=0),
@@ -376,6 +339,8 @@ def packed(header: bytes) -> str:
 
 
 def test_an_unchanged_forgery_is_read(compressed):
+    kinds = {tensor.how for tensor in fm_delta.inspect(compressed / "small").tensors}
+    assert kinds == {"delta", "resized", "alone", "stored"}
     forge_file(compressed / "small/model.safetensors", {})
     assert assert_right_or_refused(compressed)
 

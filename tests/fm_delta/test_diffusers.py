@@ -13,7 +13,7 @@ import torch
 from kills import killed
 from local_hub import LocalHub
 from processes import python
-from tiny_checkpoints import contents, edit_settings
+from tiny_checkpoints import assert_restored, contents, edit_settings
 from tiny_models import assert_same_weights
 
 from hf_ext import BaseModelError, CheckpointError, CorruptFileError, HfExtError, emr, fm_delta
@@ -62,8 +62,7 @@ def test_a_loaded_model_has_the_same_bits_and_is_an_ordinary_one(tmp_path: Path,
     assert contents(tmp_path / "loaded") == contents(tmp_path / "expected")
     pickle.loads(pickle.dumps(copy.deepcopy(loaded))).to(torch.float64)
     assert loaded.dequantize() is loaded
-    fm_delta.decompress_checkpoint(tmp_path / "small", tmp_path / "back")
-    assert contents(tmp_path / "back") == contents(tmp_path / "plain")
+    assert_restored(tmp_path / "small", tmp_path / "plain")
 
 
 def test_a_pipeline_comes_back_byte_for_byte(place: Path, tmp_path: Path) -> None:
@@ -128,8 +127,7 @@ def test_plain_components_beside_compressed_ones_are_other_files(place: Path, tm
     assert (
         fm_delta.verify(tmp_path / "mixed") == len(fm_delta.inspect(tmp_path / "mixed").tensors) == len(pipe.unet.state_dict())
     )
-    fm_delta.decompress_checkpoint(tmp_path / "mixed", tmp_path / "back")
-    assert contents(tmp_path / "back") == contents(tmp_path / "plain")
+    assert_restored(tmp_path / "mixed", tmp_path / "plain")
     with pytest.raises(CheckpointError, match="compressed already"):
         fm_delta.compress_checkpoint(tmp_path / "mixed", place / "base", tmp_path / "again")
     with pytest.raises(CheckpointError, match="holds something else"):

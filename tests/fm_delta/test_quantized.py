@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from tiny_checkpoints import contents, edit_config
+from tiny_checkpoints import assert_restored, edit_config
 from tiny_models import perturb
 from tiny_quantized import KINDS, STORED_ONLY, library_of, model_for, packed
 from transformers import (
@@ -63,12 +63,11 @@ def load(folder: Path, **options):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_file_is_restored(folders, tmp_path, kind):
+def test_every_file_is_restored(folders, kind):
     folder = folders(kind)
     assert folder.report.compressed_bytes < 0.6 * folder.report.original_bytes
     assert (folder.small / "config.json").read_text().count('"quantization_config":') == 1
-    fm_delta.decompress_checkpoint(folder.small, tmp_path / "back")
-    assert contents(tmp_path / "back") == contents(folder.tuned)
+    assert_restored(folder.small, folder.tuned)
 
 
 @pytest.mark.parametrize(
@@ -139,8 +138,7 @@ def test_models_of_diffusers_load_by_their_own_quantizer(tmp_path, kind):
         "_name_or_path": "",
         "quantization_config": None,
     }
-    fm_delta.decompress_checkpoint(tmp_path / "small", tmp_path / "back")
-    assert contents(tmp_path / "back") == contents(tmp_path / "tuned")
+    assert_restored(tmp_path / "small", tmp_path / "tuned")
 
 
 def test_the_base_is_found_among_others(folders):

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import shutil
-
 import numpy as np
 import pytest
 import torch
 from local_hub import LocalHub
 from safetensors import safe_open
-from tiny_checkpoints import fine_tune, flip_bit, pair, weights, write_folder, write_safetensors
+from tiny_checkpoints import compressed_pair, fine_tune, flip_bit, pair, weights, write_folder
 
 from hf_ext import fm_delta
-from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
+from hf_ext.errors import BaseModelError, CorruptFileError
 
 PUSH = """
 from huggingface_hub import HfApi
@@ -30,10 +28,9 @@ INDICES += (True, False, (True, slice(1, 3)), None, (None, 2), np.int64(5), [3, 
 
 @pytest.mark.parametrize("shards", [1, 3])
 def test_tensors_and_slices_equal_those_of_safe_open(tmp_path, shards):
-    src, base = pair(tmp_path, torch.bfloat16, shards)
-    fm_delta.compress_checkpoint(src, base, tmp_path / "small")
+    src, _, small = compressed_pair(tmp_path, torch.bfloat16, shards)
     expected = fine_tune(weights(torch.bfloat16))
-    for folder in (src, tmp_path / "small"):
+    for folder in (src, small):
         with fm_delta.open(folder) as checkpoint:
             assert sorted(checkpoint.keys()) == sorted(expected) == sorted(checkpoint) and len(checkpoint) == 7
             for path in src.glob("*.safetensors"):
@@ -51,13 +48,12 @@ def test_tensors_and_slices_equal_those_of_safe_open(tmp_path, shards):
 
 @pytest.mark.parametrize("shards", [1, 3])
 def test_reading_a_tensor_checks_its_payload_and_no_other(tmp_path, shards):
-    src, base = pair(tmp_path, shards=shards)
-    fm_delta.compress_checkpoint(src, base, tmp_path / "small")
-    path = max((tmp_path / "small").glob("*.safetensors"))
+    *_, small = compressed_pair(tmp_path, shards=shards)
+    path = max(small.glob("*.safetensors"))
     with safe_open(path, "pt") as file:
         *_, damaged = sorted(file.keys(), key=lambda name: file.get_tensor(name).data_ptr())
     flip_bit(path)  # of the last payload
-    with fm_delta.open(tmp_path / "small") as checkpoint:
+    with fm_delta.open(small) as checkpoint:
         for name in {*checkpoint.keys()} - {damaged}:
             assert torch.equal(checkpoint.get_tensor(name), fine_tune(weights())[name])
         with pytest.raises(CorruptFileError, match=f"{path}: Tensor '{damaged}' is damaged: checksum mismatch"):
@@ -93,24 +89,16 @@ def test_a_tensor_is_writable_and_outlives_the_checkpoint(tmp_path):
 
 
 def test_the_base_of_a_chain_may_be_given(tmp_path):
-    src, base = pair(tmp_path)
-    newer = write_folder(tmp_path / "newer", fine_tune(fine_tune(weights()), seed=2))
-    fm_delta.compress_checkpoint(src, base, tmp_path / "small")
-    fm_delta.compress_checkpoint(newer, tmp_path / "small", tmp_path / "chain")
+    _, base, small = compressed_pair(tmp_path)
     expected = fine_tune(fine_tune(weights()), seed=2)
-    shutil.move(tmp_path / "small", tmp_path / "moved")
+    fm_delta.compress_checkpoint(write_folder(tmp_path / "newer", expected), small, tmp_path / "chain")
+    small.rename(tmp_path / "moved")
     with pytest.raises(BaseModelError, match="is needed to read this checkpoint.*--base"):
         fm_delta.open(tmp_path / "chain")
     checkpoint = fm_delta.open(tmp_path / "chain", base=tmp_path / "moved")
     assert torch.equal(checkpoint.get_tensor("lm_head.weight"), expected["lm_head.weight"])
     with pytest.raises(BaseModelError, match="is another model or revision"):
         fm_delta.open(tmp_path / "chain", base=base)
-
-
-def test_a_merge_is_refused(tmp_path):
-    write_safetensors(tmp_path / "merge/model.safetensors", weights(), {"parts_of": "hf_ext.emr"})
-    with pytest.raises(CheckpointError, match="hf-ext extract"):
-        fm_delta.open(tmp_path / "merge")
 
 
 READ = """

@@ -5,16 +5,14 @@ import shutil
 
 import pytest
 import torch
-from peft import LoraConfig
 from safetensors.torch import load_file
 from test_corruption import READERS, forge_file
-from tiny_adapters import small_llama, trained
-from tiny_checkpoints import contents, fine_tune, pair, weights, write_folder
+from tiny_checkpoints import assert_restored, compressed_pair, fine_tune, pair, weights, write_folder
 from tiny_models import bert
 from transformers import AutoModelForSequenceClassification
 
 from hf_ext import fm_delta
-from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
+from hf_ext.errors import BaseModelError, CorruptFileError
 from hf_ext.storage.delta.file import CompressedFile
 
 
@@ -23,8 +21,7 @@ def test_a_model_comes_back_byte_for_byte(tmp_path, dtype, shards):
     src = write_folder(tmp_path / "model", weights(dtype) | {"steps": torch.arange(40)}, shards=shards)
     fm_delta.compress_checkpoint(src, None, tmp_path / "small", verify=True)
     assert fm_delta.verify(tmp_path / "small") == 8
-    fm_delta.decompress_checkpoint(tmp_path / "small", tmp_path / "back")
-    assert contents(tmp_path / "back") == contents(src)
+    assert_restored(tmp_path / "small", src)
     report = fm_delta.inspect(tmp_path / "small")
     assert (report.base, report.revision) == (None, None) and report.summary().endswith(" %), without a base")
     assert {tensor.how for tensor in report.tensors} <= {"alone", "stored"}
@@ -60,15 +57,6 @@ def test_it_loads_opens_can_be_a_base_and_be_switched_to(tmp_path):
     assert all(torch.equal(tensor, plain[name]) for name, tensor in model.state_dict().items())
 
 
-def test_an_adapter_is_refused_with_and_without_a_base(tmp_path):
-    base, lora = write_folder(tmp_path / "base", weights()), tmp_path / "adapter"
-    trained(small_llama(), LoraConfig(r=8, target_modules=["q_proj", "down_proj"])).save_pretrained(lora)
-    for source, given, error in ((lora, base, CheckpointError), (lora, None, CheckpointError), (base, lora, BaseModelError)):
-        with pytest.raises(error, match="holds a PEFT adapter .* stay as they are"):
-            fm_delta.compress_checkpoint(source, given, tmp_path / "small")
-    assert not (tmp_path / "small").exists()
-
-
 def test_a_base_for_weights_without_one_is_an_error(tmp_path):
     src, base = pair(tmp_path)
     fm_delta.compress_checkpoint(src, None, tmp_path / "small")
@@ -85,26 +73,23 @@ def test_a_base_for_weights_without_one_is_an_error(tmp_path):
 
 
 def test_a_payload_that_needs_an_unrecorded_base_is_refused(tmp_path):
-    src, base = pair(tmp_path)
-    fm_delta.compress_checkpoint(src, base, tmp_path / "small")
-    forge_file(tmp_path / "small/model.safetensors", {"base": None})
+    *_, small = compressed_pair(tmp_path)
+    forge_file(small / "model.safetensors", {"base": None})
     for read in (*READERS, lambda folder: fm_delta.open(folder, base=None).get_tensor("lm_head.weight")):
         with pytest.raises((CorruptFileError, BaseModelError), match="records no base|was compressed without a base"):
-            read(tmp_path / "small")
-    (tmp_path / "small/config.json").unlink()
+            read(small)
+    (small / "config.json").unlink()
     for read in (*READERS, lambda folder: fm_delta.open(folder).get_tensor("lm_head.weight")):
         with pytest.raises(CorruptFileError, match="tensor '.*' needs '.*' of a base, but the file records no base"):
-            read(tmp_path / "small")
+            read(small)
 
 
 def test_shards_with_and_without_a_base_are_not_mixed(tmp_path):
-    src, base = pair(tmp_path, shards=2)
-    fm_delta.compress_checkpoint(src, base, tmp_path / "small")
+    src, _, small = compressed_pair(tmp_path, shards=2)
     fm_delta.compress_checkpoint(src, None, tmp_path / "alone")
-    name = "model-00001-of-00002.safetensors"
-    shutil.copy(tmp_path / "alone" / name, tmp_path / "small" / name)
+    shutil.copy(tmp_path / "alone/model-00001-of-00002.safetensors", small)
     with pytest.raises(CorruptFileError, match="belongs to another save"):
-        fm_delta.verify(tmp_path / "small")
+        fm_delta.verify(small)
 
 
 def test_enable_requires_a_base():

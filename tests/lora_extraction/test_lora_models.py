@@ -11,69 +11,68 @@ import transformers
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from tiny_adapters import difference, loaded, logits, products
+from tiny_architectures import build, inputs
 from tiny_models import fine_tuned, llama, perturb, tokenizer
-from tiny_vision_language_models import build
+from tiny_vision_language_models import build as build_with_vision
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_ext import fm_delta
 from hf_ext.adapters.landing import layers_that_load
 
-SMALL = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-ENCODER_DECODER = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
-EXPERTS = {"moe_intermediate_size": 24, "num_experts_per_tok": 2, "num_key_value_heads": 4}
-#: Models of which PEFT does not take every layer, or matches more than one would think: class, configuration, and a layer that
-#: the adapter must leave out.
+#: Models of which PEFT does not take every layer, or matches more than one would think, and a layer that the adapter must leave
+#: out.
 ODD = {
-    "dense-layer": ("DeepseekV2ForCausalLM", {**SMALL, **EXPERTS, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1,
-        "topk_group": 1, "first_k_dense_replace": 1, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8, "v_head_dim": 8}, "model.layers.0.mlp.up_proj.weight"),
-    "router": ("AfmoeForCausalLM", {**SMALL, **EXPERTS, "num_hidden_layers": 4, "num_experts": 4, "num_dense_layers": 1,
-        "head_dim": 8}, "model.layers.1.mlp.router.gate.weight"),
-    "scalar": ("CLIPModel", {"text_config": {**SMALL, "max_position_embeddings": 20}, "projection_dim": 16, "vision_config": {
-        **SMALL, "image_size": 16, "patch_size": 8}}, "logit_scale"),
-    "mamba": ("MambaForCausalLM", {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8},
-        "backbone.layers.0.mixer.out_proj.weight"),
-    "speech": ("WhisperForConditionalGeneration", {**ENCODER_DECODER, "vocab_size": 96, "encoder_attention_heads": 4,
-        "decoder_attention_heads": 4, "num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 20,
-        "decoder_start_token_id": 1, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}, None),
-    "parts": ("IdeficsForVisionText2Text", {**SMALL, "additional_vocab_size": 2, "cross_layer_interval": 1,
-        "tie_word_embeddings": False, "vision_config": {"embed_dim": 32, "image_size": 8, "patch_size": 4, "intermediate_size":
-        48, "num_attention_heads": 4, "num_hidden_layers": 1}}, "lm_head.weight"),
-    "head": ("DistilBertForSequenceClassification", {"vocab_size": 96, "dim": 32, "hidden_dim": 48, "n_layers": 2,
-        "n_heads": 4}, None),
-    "no-head": ("LlamaModel", {**SMALL, "num_key_value_heads": 2}, None),
-    "counter": ("LevitForImageClassification", {"image_size": 64, "hidden_sizes": [16, 24, 32], "num_attention_heads": [2] * 3,
-        "depths": [1] * 3, "key_dim": [4] * 3}, "classifier.batch_norm.num_batches_tracked"),
+    "DeepseekV2ForCausalLM": "model.layers.0.mlp.up_proj.weight",
+    "AfmoeForCausalLM": "model.layers.1.mlp.router.gate.weight",
+    "CLIPModel": "logit_scale",
+    "MambaForCausalLM": "backbone.layers.0.mixer.out_proj.weight",
+    "WhisperForConditionalGeneration": None,
+    "IdeficsForVisionText2Text": "lm_head.weight",
+    "DistilBertForSequenceClassification": None,
+    "LlamaModel": None,
+    "LevitForImageClassification": "classifier.batch_norm.num_batches_tracked",
+}
+#: Settings of those that compute nothing with the sizes of `tiny_architectures`.
+SETTINGS = {
+    "DeepseekV2ForCausalLM": {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "moe_intermediate_size": 24, "num_experts_per_tok": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "n_group": 1,
+        "n_routed_experts": 4, "n_shared_experts": 1, "topk_group": 1, "first_k_dense_replace": 1, "kv_lora_rank": 16,
+        "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8},
+    "IdeficsForVisionText2Text": {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "additional_vocab_size": 2, "cross_layer_interval": 1, "tie_word_embeddings": False,
+        "vision_config": {"embed_dim": 32, "image_size": 8, "patch_size": 4, "intermediate_size": 48, "num_attention_heads": 4,
+            "num_hidden_layers": 1}},
+    "LevitForImageClassification": {"image_size": 64, "hidden_sizes": [16, 24, 32], "num_attention_heads": [2] * 3,
+        "depths": [1] * 3, "key_dim": [4] * 3},
 }  # fmt: skip
-INPUTS = {
-    "input_ids": torch.arange(8)[None] + 3,
-    "pixel_values": torch.ones(1, 3, 64, 64),
-    "input_features": torch.ones(1, 8, 40),
-}
 MORE_INPUTS = {
-    "speech": {"decoder_input_ids": INPUTS["input_ids"]},
-    "scalar": {"pixel_values": torch.ones(1, 3, 16, 16)},
-    "parts": {"pixel_values": torch.ones(1, 1, 3, 8, 8), "image_attention_mask": torch.ones(1, 8, 1, dtype=torch.long)},
+    "CLIPModel": {"pixel_values": torch.ones(2, 3, 32, 32)},
+    "IdeficsForVisionText2Text": {
+        "pixel_values": torch.ones(2, 1, 3, 8, 8),
+        "image_attention_mask": torch.ones(2, 6, 1, dtype=torch.long),
+    },
+    "LevitForImageClassification": {"pixel_values": torch.ones(1, 3, 64, 64)},
 }
+WITH_MODULES = ("IdeficsForVisionText2Text", "LevitForImageClassification")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_every_layer_of_a_deep_model_loads(dtype):
     """PEFT casts what it loads to the type of the base, which holds few whole numbers."""
     with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig(**SMALL | {"num_hidden_layers": 40})).to(dtype)
+        sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+        model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=40)).to(dtype)
     layers = {name: tuple(module.weight.shape[::-1]) for name, module in model.model.named_modules(prefix="model")
               if isinstance(module, torch.nn.Linear)}  # fmt: skip
     loading = layers_that_load(model, layers, lambda names: LoraConfig(r=1, target_modules=sorted(names)))
     assert len(loading) == 280
 
 
-@pytest.mark.parametrize("name, modules_to_save", [*((name, False) for name in ODD), ("parts", True), ("counter", True)])
+@pytest.mark.parametrize("name, modules_to_save", [*((name, False) for name in ODD), *((name, True) for name in WITH_MODULES)])
 def test_the_report_is_of_what_peft_loads(tmp_path, name, modules_to_save):
-    kind, settings, left_out = ODD[name]
     torch.manual_seed(0)
-    kind = getattr(transformers, kind)
-    model = kind(kind.config_class(**settings))
+    kind = getattr(transformers, name)
+    model = kind(kind.config_class(**SETTINGS[name])) if name in SETTINGS else build(name)
     tuned = perturb(model)
     for buffer_name, buffer in tuned.named_buffers():
         if "num_batches" in buffer_name:
@@ -92,10 +91,9 @@ def test_the_report_is_of_what_peft_loads(tmp_path, name, modules_to_save):
     before, after = (load_file(tmp_path / folder / "model.safetensors") for folder in ("base", "tuned"))
     changed = {key for key in after if not torch.equal(after[key], before[key])}
     assert {key for key in changed if not key.startswith(wholes)} - carried <= report.omitted.keys()
-    assert left_out is None or modules_to_save or left_out in report.omitted
-    inputs = {kind.main_input_name: INPUTS[kind.main_input_name]}
+    assert ODD[name] is None or modules_to_save or ODD[name] in report.omitted
     with torch.no_grad():
-        adapted.eval()(**inputs, **MORE_INPUTS.get(name, {}))
+        adapted.eval()(**[*inputs(model)][-1 if model.config.is_encoder_decoder else 0] | MORE_INPUTS.get(name, {}))
 
 
 @pytest.mark.parametrize("case", ["own head", "only the head", "both"])
@@ -153,7 +151,7 @@ def test_another_number_of_tokens(tmp_path, tied, tokens):
 
 def test_targets_match_no_module_of_another_kind(tmp_path):
     """The linear layers "0" and "2" of a Sequential are not the blocks 0 and 2."""
-    model, _ = build("qwen2_vl")
+    model, _ = build_with_vision("qwen2_vl")
     fine_tuned(model, tmp_path)
     report = fm_delta.extract_lora(tmp_path / "tuned", tmp_path / "base", tmp_path / "lora", rank=2)
     layers = {layer.layer for layer in report.layers}

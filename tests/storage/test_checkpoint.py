@@ -1,10 +1,7 @@
 """Checkpoints are read lazily, identified by content, and located."""
 
-import json
 import os
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -14,8 +11,6 @@ from tiny_checkpoints import SAFETENSORS_DTYPES, weights, write_folder, write_sa
 
 from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
 from hf_ext.storage.checkpoint import Checkpoint
-from hf_ext.storage.config_file import read_config
-from hf_ext.storage.layout import all_weights, select_weights
 from hf_ext.storage.plain_writer import shards_of, write_files
 from hf_ext.storage.safetensors_file import ComputedFile, RawTensor, SafetensorsFile, safetensors_dtype
 
@@ -33,15 +28,6 @@ def test_tensors_equal_those_of_the_safetensors_library(tmp_path):
         raw = file[name]
         assert (raw.dtype, raw.shape) == (safetensors_dtype(tensor.dtype), tuple(tensor.shape))
         assert raw.data.tobytes() == RawTensor.from_torch(tensor).data.tobytes()
-
-
-@pytest.mark.parametrize("metadata", ["null", "{}", '{"format": "pt"}'])
-def test_a_file_may_say_nothing_about_itself(tmp_path, metadata):
-    header = f'{{"__metadata__": {metadata}, "a": {{"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}}}'.encode()
-    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\x07")
-    file = SafetensorsFile(tmp_path / "model.safetensors")
-    assert file.metadata == (json.loads(metadata) or {})
-    assert file["a"].data.tolist() == [7]
 
 
 @pytest.mark.parametrize("content", [b"", b"\x08", b"PK\x03\x04 a zip file", b"\xff" * 100, (2).to_bytes(8, "little") + b"[]"])
@@ -93,27 +79,6 @@ def test_types_that_share_bytes_are_written_and_read_as_safetensors_does(tmp_pat
 # ---- which files -----------------------------------------------------------------------------------------------------
 
 
-def test_the_single_file_precedes_the_index_and_other_shards(tmp_path):
-    write_folder(tmp_path, weights(), shards=2)
-    write_safetensors(tmp_path / "model.fp16.safetensors", weights(torch.float16))
-    write_safetensors(tmp_path / "model-00001-of-00003.safetensors", weights())
-    write_safetensors(tmp_path / "adapter_model.safetensors", weights())
-    first, second = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
-    assert [path.name for path in select_weights(tmp_path)] == [first, second]
-    everything = [first, "model-00001-of-00003.safetensors", second, "model.fp16.safetensors"]
-    assert [path.name for path in all_weights(tmp_path)] == everything
-    write_safetensors(tmp_path / "model.safetensors", weights())
-    assert [path.name for path in select_weights(tmp_path)] == ["model.safetensors"]
-
-
-def test_a_folder_without_safetensors_weights_says_what_to_do(tmp_path):
-    (tmp_path / "pytorch_model.bin").write_bytes(b"pickle")
-    with pytest.raises(CheckpointError, match="save it again"):
-        select_weights(tmp_path)
-    with pytest.raises(BaseModelError, match="save it again"):
-        Checkpoint(tmp_path)
-
-
 @pytest.mark.parametrize("index", ["", "[]", "{}", '{"weight_map": 5}', '{"weight_map": {"a": 5}}', "\x00\x01"])
 def test_a_broken_index_is_named(tmp_path, index):
     write_folder(tmp_path, weights(), shards=2)
@@ -142,14 +107,6 @@ def test_a_path_is_not_searched_on_the_hub(tmp_path, monkeypatch, name):
 def test_an_unknown_name_is_repeated_in_the_error(name):
     with pytest.raises(BaseModelError, match=f"'{name}' is neither a folder nor a Hub repository"):
         Checkpoint(name)
-
-
-def test_a_repository_that_is_not_in_the_cache_is_named_offline(tmp_path):
-    code = "from hf_ext.storage.checkpoint import Checkpoint\nCheckpoint('some-org/some-model', 'v2')"
-    env = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PYTHONPATH": ":".join(sys.path)}
-    result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
-    last = result.stderr.strip().splitlines()[-1]
-    assert "BaseModelError: 'some-org/some-model'" in last and "revision v2" in last
 
 
 # ---- fingerprints and names ------------------------------------------------------------------------------------------
@@ -185,16 +142,6 @@ def test_the_fingerprint_covers_names_types_shapes_values(tmp_path):
     assert len(set(prints)) == len(versions)
 
 
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes")
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
-def test_a_pipe_is_refused_and_not_waited_for(tmp_path, name):
-    folder = write_folder(tmp_path / "model", weights())
-    (folder / name).unlink()
-    os.mkfifo(folder / name)
-    with pytest.raises((BaseModelError, CorruptFileError), match=f"{name} is not a file"):
-        Checkpoint(folder) if name == "model.safetensors" else read_config(folder / name)
-
-
 def test_a_folder_with_several_models_is_refused(tmp_path):
     folder = write_folder(tmp_path / "folder", weights())
     (folder / "model.safetensors").rename(folder / "model.ema.safetensors")
@@ -209,11 +156,12 @@ def test_without_a_connection_a_name_fails_at_once_and_both_readings_are_told(tm
 from hf_ext.storage.hub import downloaded
 from hf_ext.storage.stored import open_checkpoint
 for name in ("my-bert", "me/my-bert"):
-    for read in (downloaded, open_checkpoint):
+    for read in (downloaded, lambda name: open_checkpoint(name, "v2")):
         try:
             read(name)
         except ValueError as error:
             text = str(error)
+            assert read is downloaded or "revision v2" in text or "OFFLINE" not in text
             assert repr(name) in text and "folder" in text and ("OFFLINE" in text or "ConnectError" in text or "[Errno" in text)
             print("refused")
 """

@@ -21,6 +21,7 @@ from codec_arrays import (
     fine_tune,
     floats,
     landmarks,
+    outcome,
     random_bits,
     unsigned,
     using,
@@ -31,18 +32,6 @@ from repeats import explores, repeats
 from hf_ext import _native
 
 HEADER = 14
-
-
-def outcome(body: bytes, base: Base, code: int, *sizes: int) -> bytes | None:
-    """Returns the tensor of a body, or None if the codec refuses it. Fails if the reference decoder differs."""
-    results: list[bytes | None] = []
-    for decoder in (decode, reference.decode_body):
-        try:
-            results.append(decoder(body, base, code, *sizes).tobytes())
-        except ValueError:
-            results.append(None)
-    assert results[0] == results[1]
-    return results[0]
 
 
 # ---- round trips -----------------------------------------------------------------------------------------------------

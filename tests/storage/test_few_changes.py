@@ -8,11 +8,10 @@ import pytest
 import reference_codec as reference
 import torch
 import xxhash
-from codec_arrays import BF16, FP16, assert_comes_back, decode, weights
+from codec_arrays import BF16, FP16, assert_comes_back, decode, outcome, weights
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from repeats import repeats
-from test_codec_core import outcome
 
 from hf_ext import _native, storage
 from hf_ext.errors import BaseModelError
@@ -190,6 +189,16 @@ def test_no_place_outside_the_tensor_is_exchanged() -> None:
 # ---- payloads applied in place ---------------------------------------------------------------------------------------
 
 
+def assert_applied(payload: bytes, tensor: RawTensor, base: RawTensor) -> None:
+    """A payload gives the tensor, also in the place of its base, and says which rows it has changed."""
+    np.testing.assert_array_equal(storage.decode_raw(payload, base).data, tensor.data)
+    live = RawTensor(base.dtype, base.shape, base.data.copy())
+    rows = storage.apply_raw(payload, live)
+    np.testing.assert_array_equal(live.data, tensor.data)
+    changed = (tensor.data != base.data).reshape(tensor.shape[0], -1).any(axis=1)
+    np.testing.assert_array_equal(rows, np.flatnonzero(changed))
+
+
 def fine_tuned(rate: float, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     master = 0.02 * torch.randn(200, 300, generator=generator)
@@ -202,10 +211,7 @@ def fine_tuned(rate: float, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.
 def test_a_payload_turns_the_base_into_the_tensor(rate: float, dtype: torch.dtype, level: int) -> None:
     base, tensor = fine_tuned(rate, dtype)
     base[50:] = tensor[50:]
-    live = base.clone()
-    rows = storage.apply(storage.encode(tensor, base, level=level), live)
-    assert torch.equal(live, tensor)
-    assert torch.equal(rows, (base != tensor).any(1).nonzero().ravel())
+    assert_applied(storage.encode(tensor, base, level=level), RawTensor.from_torch(tensor), RawTensor.from_torch(base))
 
 
 def test_a_payload_that_does_not_fit_changes_nothing() -> None:
@@ -282,11 +288,7 @@ def test_changed_bytes_of_other_types_come_back(dtype: str, shape: tuple[int, ..
     payload = storage.encode_raw(tensor, base, "x", "y", level=1)
     if share == 0.001:
         assert read_header(payload).mode in BYTEWISE and len(payload) < 0.01 * tensor.data.size + 120
-    np.testing.assert_array_equal(storage.decode_raw(payload, base).data, tensor.data)
-    live = RawTensor(dtype, shape, base.data.copy())
-    rows = storage.apply_raw(payload, live)
-    np.testing.assert_array_equal(live.data, tensor.data)
-    np.testing.assert_array_equal(rows, np.flatnonzero((tensor.data != base.data).reshape(shape[0], -1).any(axis=1)))
+    assert_applied(payload, tensor, base)
 
 
 @pytest.mark.parametrize("share", [0.01, 0.03])
@@ -303,11 +305,7 @@ def test_two_codes_in_a_byte_are_coded_apart(mode: int, order: Sequence[int], dt
     payload = storage.encode_raw(tensor, base, level=1)
     assert read_header(payload).mode == mode
     assert len(payload) < 0.93 * len(encode_bytes(tensor, base, BYTES, 1))
-    np.testing.assert_array_equal(storage.decode_raw(payload, base).data, tensor.data)
-    live = RawTensor(dtype, shape, base.data.copy())
-    rows = storage.apply_raw(payload, live)
-    np.testing.assert_array_equal(live.data, tensor.data)
-    np.testing.assert_array_equal(rows, np.flatnonzero((tensor.data != base.data).reshape(300, -1).any(axis=1)))
+    assert_applied(payload, tensor, base)
 
 
 @pytest.mark.parametrize("share", [0, 0.001, 0.5])
@@ -317,11 +315,7 @@ def test_each_mode_of_bytes_is_decoded_for_each_type(dtype: str, mode: int, shar
     tensor, base = bytes_of(np.random.default_rng(0), dtype, (60, 100), share)
     checksum = xxhash.xxh3_64_intdigest(tensor.data)
     body = encode_bytes(tensor, base, mode, 1)
-    payload = write_payload((dtype, dtype, "x", "y"), tensor.shape, mode, 6000, checksum, body)
-    np.testing.assert_array_equal(storage.decode_raw(payload, base).data, tensor.data)
-    live = RawTensor(dtype, base.shape, base.data.copy())
-    storage.apply_raw(payload, live)
-    np.testing.assert_array_equal(live.data, tensor.data)
+    assert_applied(write_payload((dtype, dtype, "x", "y"), tensor.shape, mode, 6000, checksum, body), tensor, base)
 
 
 @pytest.mark.parametrize("instructions", _native.instruction_sets())

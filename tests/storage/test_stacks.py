@@ -6,8 +6,8 @@ import struct
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 from test_codec import assert_comes_back, bits
+from tiny_checkpoints import write_folder
 
 from hf_ext import fm_delta
 from hf_ext.errors import BaseModelError, CorruptFileError
@@ -114,11 +114,8 @@ def test_a_wrong_base_is_an_error():
 def test_rows_are_decoded_without_the_other_matrices(tmp_path):
     base = base_of((6, 2, 256, 256))
     tensors = {"experts": dense(base), "router": dense(base_of((6, 256)))}
-    for folder, content in (("base", {"experts": base, "router": base_of((6, 256))}), ("tuned", tensors)):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "config.json").write_text("{}")
-        save_file(content, tmp_path / folder / "model.safetensors")
-    fm_delta.compress_checkpoint(tmp_path / "tuned", tmp_path / "base", tmp_path / "small")
+    write_folder(tmp_path / "base", {"experts": base, "router": base_of((6, 256))})
+    fm_delta.compress_checkpoint(write_folder(tmp_path / "tuned", tensors), tmp_path / "base", tmp_path / "small")
     with fm_delta.open(tmp_path / "small") as checkpoint:
         for rows in (slice(2, 4), slice(None), slice(5, 2), 3, -1, (slice(1, 5, 2), 1, slice(3))):
             for name, tensor in tensors.items():
@@ -126,7 +123,7 @@ def test_rows_are_decoded_without_the_other_matrices(tmp_path):
                 assert torch.equal(checkpoint.get_slice(name)[index], tensor[index])
     changed = base.clone()
     changed[:2] += 1
-    save_file({"experts": changed, "router": base_of((6, 256))}, tmp_path / "base/model.safetensors")
+    write_folder(tmp_path / "base", {"experts": changed, "router": base_of((6, 256))})
     source = DeltaCheckpoint([CompressedFile(tmp_path / "small/model.safetensors")], Checkpoint(tmp_path / "base"))
     assert bits(source.read_rows("experts", 2, 6).to_torch()) == bits(tensors["experts"][2:])
     with pytest.raises(BaseModelError, match=r"experts\[2\].*another base"):

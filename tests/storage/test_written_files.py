@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from kills import killed, without_exchange
-from tiny_checkpoints import CONFIG, contents
+from tiny_checkpoints import contents
 
 from hf_ext.errors import CheckpointError
 from hf_ext.storage.files import MOVES, STAGE, staged_folder, write_atomically
@@ -27,20 +27,13 @@ def texts(folder):
     return {path.relative_to(folder).as_posix(): path.read_text() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_staged_folder_appears_when_the_block_ends(tmp_path):
-    target = tmp_path / "new/out"
-    with staged_folder(target) as stage:
-        fill(stage, {"model.safetensors": "weights", "config.json": CONFIG, "sub/vocab.txt": "words"})
-        assert not target.exists() and stage.parent == target.parent
-    assert texts(target) == {"model.safetensors": "weights", "config.json": CONFIG, "sub/vocab.txt": "words"}
-
-
 def test_a_failed_block_leaves_the_folder_as_it_was_or_absent(tmp_path):
     old = {"model.safetensors": "old", "config.json": "old", "notes.txt": "mine"}
     fill(tmp_path / "old", old)
     for target in (tmp_path / "old", tmp_path / "new"):
         with pytest.raises(KeyError), staged_folder(target) as stage:
             fill(stage, {"model.safetensors": "new", "config.json": "new"})
+            assert target.exists() == (target.name == "old") and stage.parent == target.parent
             raise KeyError
     assert texts(tmp_path / "old") == old
     assert [path.name for path in tmp_path.iterdir()] == ["old"]
