@@ -66,13 +66,8 @@ def test_accumulated_steps_equal_one_step_of_all_samples(tmp_path, kind):
         encoder = Encoder(tokenizer, model, "{input}")
         samples = encoder.samples(inputs(8), ["early"] * 8)
         size = {"per_device_train_batch_size": 8 // steps, "gradient_accumulation_steps": steps, "max_steps": 1}
-        plain = {
-            "optim": "sgd",
-            "learning_rate": 0.1,
-            "lr_scheduler_type": "constant",
-            "max_grad_norm": 0,
-            "save_strategy": "no",
-        }
+        plain = {"optim": "sgd", "learning_rate": 0.1, "lr_scheduler_type": "constant", "max_grad_norm": 0}
+        plain |= {"save_strategy": "no"}
         args = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", remove_unused_columns=False, **size, **plain)
         AnswerTrainer(model, args, encoder.batch, samples, processing_class=tokenizer).train()
         ends.append([p.detach().clone() for p in model.parameters() if p.requires_grad])
