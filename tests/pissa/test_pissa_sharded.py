@@ -94,11 +94,7 @@ def _reload(rank: int, folder: str) -> None:
     expected = saved(**inputs(saved)).logits
     shard(saved)
     whole = {"full_state_dict": True, "broadcast_from_rank0": True}
-    for options in (
-        {},
-        whole,
-        whole | {"ignore_frozen_params": True, "strict": False},
-    ):  # the last is Accelerate's for adapters
+    for options in ({}, whole, whole | {"ignore_frozen_params": True, "strict": False}):  # Accelerate's are last
         loaded = shard(pissa(init_lora_weights=True if "strict" in options else "pissa_niter_1"))
         set_model_state_dict(
             loaded,
