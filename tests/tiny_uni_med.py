@@ -26,17 +26,8 @@ IMAGE_TOKEN_ID = VOCABULARY  # outside the language model's
 @cache
 def _vit() -> ViTModel:
     torch.manual_seed(0)
-    return ViTModel(
-        ViTConfig(
-            hidden_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            intermediate_size=48,
-            image_size=(HEIGHT, WIDTH),
-            patch_size=PATCH,
-        ),
-        add_pooling_layer=False,
-    )
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+    return ViTModel(ViTConfig(**sizes, image_size=(HEIGHT, WIDTH), patch_size=PATCH), add_pooling_layer=False)
 
 
 def build_tokenizer(**options: Any) -> PreTrainedTokenizerFast:
