@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ def break_name(monkeypatch, name: str, module=decoding) -> None:
 
 
 def break_import(monkeypatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "hf_ext.integration.loading.decoding", None)
+    monkeypatch.setitem(sys.modules, "hf_ext.integration.loading.decoding", None)
 
 
 def break_in_the_loop(monkeypatch, attribute: str, broken) -> None:
@@ -193,7 +194,7 @@ def test_a_switch_without_host_support_changes_nothing(tmp_path, monkeypatch):
     emr.merge(base, tasks, tmp_path / "merged")
     model, plain = (AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged") for _ in range(2))
     single = AutoModelForSequenceClassification.from_pretrained(tasks["trec"])
-    monkeypatch.setitem(__import__("sys").modules, "transformers.initialization", None)
+    monkeypatch.setitem(sys.modules, "transformers.initialization", None)
     fm_delta.switch(single, tasks["cr"])
     assert_same_weights(single, AutoModelForSequenceClassification.from_pretrained(tasks["cr"]))
     monkeypatch.setattr(weight_plan.Loaded, "convert", fails)
