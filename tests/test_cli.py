@@ -401,29 +401,26 @@ def test_the_version_comes_with_those_of_the_libraries(capsys):
     assert f"torch {metadata.version('torch')}," in out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--traceback"], "hf-ext: Missing command"),
-        (["zip"], "hf-ext: No such command 'zip'"),
-        (["compres"], "Did you mean 'compress', "),
-        (["compress", "a"], "hf-ext compress: Missing option '--out'"),
-        (MERGE, "hf-ext merge: Missing option '--task'"),
-        (["compress", "a", "--out", "b", "--verfy"], "--verify"),  # Typer's versions word it in several ways
-        (["compress", "a", "--out"], "hf-ext compress: Option '--out' requires an argument"),
-        (["compress", "a", "--out", "b", "--level", "9"], "hf-ext compress: Invalid value for '--level': "),
-        (["compress", "a", "--out", ""], "hf-ext compress: Invalid value for '--out': the value is empty; give a path"),
-        (["compress", "a", "--out", "b", "--base-id", "org/name"], "for '--base-id': requires --base"),
-        (["compress", "a", "--out", "b", "--no-base", "--base", "c"], "for '--no-base': cannot be combined with --base"),
-        ("compress-all a --out b --base c --candidates d e".split(), "for '--candidates': cannot be combined with --base"),
-        (["verify", ""], "hf-ext verify: Invalid value for 'SRC': the value is empty"),
-        (["transfer"], "hf-ext transfer: Missing option '--out'"),
-        *(([*MERGE, "--task", task], "not of the form NAME=PATH") for task in ("cr", "=a", "cr=")),
-        ([*MERGE, "--task", "a b=c"], "'a b'"),
-        ([*MERGE, "--task", "cr=c", "--task", "cr=d"], "two tasks called 'cr'"),
-        ([*MERGE, "--task", "cr=c", "--method", "other"], "'other' is not one of 'emr', 'switch'"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--traceback"], "hf-ext: Missing command"),
+    (["zip"], "hf-ext: No such command 'zip'"),
+    (["compres"], "Did you mean 'compress', "),
+    (["compress", "a"], "hf-ext compress: Missing option '--out'"),
+    (MERGE, "hf-ext merge: Missing option '--task'"),
+    (["compress", "a", "--out", "b", "--verfy"], "--verify"),  # Typer's versions word it in several ways
+    (["compress", "a", "--out"], "hf-ext compress: Option '--out' requires an argument"),
+    (["compress", "a", "--out", "b", "--level", "9"], "hf-ext compress: Invalid value for '--level': "),
+    (["compress", "a", "--out", ""], "hf-ext compress: Invalid value for '--out': the value is empty; give a path"),
+    (["compress", "a", "--out", "b", "--base-id", "org/name"], "for '--base-id': requires --base"),
+    (["compress", "a", "--out", "b", "--no-base", "--base", "c"], "for '--no-base': cannot be combined with --base"),
+    ("compress-all a --out b --base c --candidates d e".split(), "for '--candidates': cannot be combined with --base"),
+    (["verify", ""], "hf-ext verify: Invalid value for 'SRC': the value is empty"),
+    (["transfer"], "hf-ext transfer: Missing option '--out'"),
+    *(([*MERGE, "--task", task], "not of the form NAME=PATH") for task in ("cr", "=a", "cr=")),
+    ([*MERGE, "--task", "a b=c"], "'a b'"),
+    ([*MERGE, "--task", "cr=c", "--task", "cr=d"], "two tasks called 'cr'"),
+    ([*MERGE, "--task", "cr=c", "--method", "other"], "'other' is not one of 'emr', 'switch'"),
+])  # fmt: skip
 def test_a_wrong_command_line_is_explained_in_one_line(arguments, message, capsys):
     assert message in mistaken(capsys, *arguments)
 

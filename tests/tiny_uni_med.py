@@ -107,15 +107,9 @@ def rows() -> list[dict[str, Any]]:
 
 def batch(answers: bool = True, samples: list[dict[str, Any]] | None = None) -> dict[str, torch.Tensor]:
     samples = rows() if samples is None else samples
-    return dict(
-        processor()(
-            images=[row["image"] for row in samples],
-            text=[row["text"] for row in samples],
-            task=[row["task"] for row in samples],
-            answers=[row["answer"] for row in samples] if answers else None,
-            return_tensors="pt",
-        )
-    )
+    columns = {"images": "image", "text": "text", "task": "task"} | ({"answers": "answer"} if answers else {})
+    inputs = {name: [row[column] for row in samples] for name, column in columns.items()}
+    return dict(processor()(**inputs, return_tensors="pt"))
 
 
 @torch.no_grad()

@@ -230,19 +230,16 @@ def test_embeddings_of_a_model_that_scales_them(use_dora):
         assert difference(layer(tokens), expected) < 1e-5
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"lora_bias": True}, "does not support lora_bias"),
-        ({"target_parameters": ["experts.down_proj"]}, "does not support target_parameters"),
-        ({"init_lora_weights": "olora"}, "Use 'pissa'"),
-        ({"init_lora_weights": "pissa_niter_many"}, "Use 'pissa'"),
-        ({"init_lora_weights": None}, "Use 'pissa'"),
-        ({"r": 0}, "r=0 is not supported"),
-        ({"lora_alpha": 0}, "must be positive"),
-        ({"alpha_pattern": {"q_proj": -1}}, "must be positive"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"lora_bias": True}, "does not support lora_bias"),
+    ({"target_parameters": ["experts.down_proj"]}, "does not support target_parameters"),
+    ({"init_lora_weights": "olora"}, "Use 'pissa'"),
+    ({"init_lora_weights": "pissa_niter_many"}, "Use 'pissa'"),
+    ({"init_lora_weights": None}, "Use 'pissa'"),
+    ({"r": 0}, "r=0 is not supported"),
+    ({"lora_alpha": 0}, "must be positive"),
+    ({"alpha_pattern": {"q_proj": -1}}, "must be positive"),
+])  # fmt: skip
 @pytest.mark.parametrize("kind", [PissaConfig, QPissaConfig])
 def test_unsupported_options_are_errors(kind, options, message):
     with pytest.raises(AdapterError, match=message):

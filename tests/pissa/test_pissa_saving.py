@@ -15,18 +15,13 @@ from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dic
 from peft.utils.hotswap import prepare_model_for_compiled_hotswap
 from processes import python
 from safetensors.torch import load_file
-from test_pissa import config, every_case, tolerance
+from test_pissa import config, every_case, pytestmark, tolerance  # noqa: F401  # pytest reads pytestmark
 from tiny_adapters import NF4, Hidden, difference, load, logits, moved, products, small_llama, trainable, trained
 from tiny_models import llama, perturb
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from hf_ext import AdapterError, BaseModelError, HfExtError, PissaConfig, QPissaConfig
-
-pytestmark = [
-    pytest.mark.filterwarnings(f"ignore:{text}")
-    for text in ("Setting `save_embedding_layers`", ".*fan_in_fan_out", "Model with")
-]
 
 
 def read_config(folder: Path) -> dict:

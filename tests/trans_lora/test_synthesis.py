@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict
 
 import pytest
-from tiny_transfers import SEEDS, inputs, is_input, pretrained, settings
+from tiny_transfers import SEEDS, inputs, pretrained, settings
 from transformers.utils import logging
 
 from hf_ext import HfExtError
@@ -72,16 +72,6 @@ def test_what_is_cut_off_by_the_limit_of_tokens_is_dropped(tmp_path):
     assert [(candidate.input, candidate.reason) for candidate in candidates] == [("pick a b c", None)]
     script = Script(" pick d e\n7. pick a", " pick a b c\n7. pick", ended=False)
     assert counts(write(tmp_path / "other", script, 2))["malformed"] == 1
-
-
-def test_real_models_write_inputs_and_every_one_is_accounted_for(tmp_path):
-    model, tokenizer = pretrained("llama")
-    prompts = Prompts(SEEDS, settings(tmp_path), Encoder(tokenizer, model, "{input}"))
-    candidates = write_inputs(model, prompts, 60, {}, None, is_input)
-    kept = [candidate.input for candidate in candidates if candidate.kept]
-    assert len(kept) == len(set(kept)) == 60 and all(map(is_input, kept)) and not set(kept) & set(SEEDS)
-    assert sum(counts(candidates).values()) == len(candidates)
-    assert {candidate.input.split()[0] for candidate in candidates if candidate.reason == "malformed"} <= {"sort", "find"}
 
 
 class Counting(ModelGenerator):
@@ -176,11 +166,6 @@ def test_the_first_round_shows_inputs_and_the_time_that_remains(tmp_path, capsys
     assert ["malformed", "sort"] in lines
     assert "1 of the first 3 inputs pass, in 0 s; at this pace the 7 that are missing take about 0 s." in shown
     assert shown.count("of the first") == 1 and "80 % of 10 pass" in shown
-
-
-def test_fewer_seeds_than_a_prompt_shows_are_an_error(tmp_path):
-    with pytest.raises(HfExtError, match="There are 4 different seeds, and each prompt shows num_shots=5"):
-        write(tmp_path, Script(), 1, seeds=SEEDS[:4] + SEEDS[:1])
 
 
 @pytest.mark.parametrize(

@@ -41,16 +41,13 @@ def test_logits_of_answers_alone_give_equal_loss_and_gradients(tmp_path, kind):
     assert seen[1] == places < seen[0] / 2
 
 
-@pytest.mark.parametrize(
-    ("kind", "config", "options"),
-    [
-        ("llama", PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3), {}),
-        ("llama", lora("llama"), {"label_smoothing_factor": 0.1}),
-        ("llama", lora("llama"), {"torch_compile": True}),
-        ("llama", lora("llama"), {"use_liger_kernel": True}),
-        ("t5", lora("t5"), {}),
-    ],
-)
+@pytest.mark.parametrize(("kind", "config", "options"), [
+    ("llama", PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3), {}),
+    ("llama", lora("llama"), {"label_smoothing_factor": 0.1}),
+    ("llama", lora("llama"), {"torch_compile": True}),
+    ("llama", lora("llama"), {"use_liger_kernel": True}),
+    ("t5", lora("t5"), {}),
+])  # fmt: skip
 def test_where_the_loss_needs_all_logits_they_are_computed(tmp_path, kind, config, options):
     (whole, sparing), seen, _ = losses(tmp_path, kind, config, **options)
     assert all(torch.allclose(one, other, atol=1e-5) for one, other in zip(whole, sparing)) and seen[0] == seen[1]

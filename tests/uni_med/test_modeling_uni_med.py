@@ -250,15 +250,11 @@ def test_generating_takes_the_most_likely_token_each_time(model, options):
     assert_likeliest(model, inputs, ids)
 
 
-@pytest.mark.parametrize(
-    ("options", "tokens"),
-    [
-        *((options, 6) for options in (*KINDS, {"text": NARROW})),
-        ({"text": gpt2().config}, 3),
-        pytest.param({"text": LINEAR}, 6, marks=host("transformers>=5.24")),
-    ],
-    ids=[*map(str, KINDS), "narrow embeddings", "gpt2", "mamba"],
-)
+@pytest.mark.parametrize(("options", "tokens"), [
+    *((options, 6) for options in (*KINDS, {"text": NARROW})),
+    ({"text": gpt2().config}, 3),
+    pytest.param({"text": LINEAR}, 6, marks=host("transformers>=5.24")),
+], ids=[*map(str, KINDS), "narrow embeddings", "gpt2", "mamba"])  # fmt: skip
 def test_generating_does_not_depend_on_padding(options, tokens):
     model = uni_med(**options)
     written = model.generate(**batch(answers=False), **GREEDY | {"max_new_tokens": tokens})[:, -tokens:]
@@ -416,22 +412,18 @@ def test_the_defaults_are_the_papers_model():
     assert sum(p.numel() for p in model.vision_tower.parameters()) == pytest.approx(986e6, rel=0.01)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"connector": "moe"}, "connector"),
-        ({"router": "softmax"}, "router"),
-        ({"router": "hard", "num_experts": 3}, "num_experts=3 is less than the 5 tasks"),
-        ({"router": "sparse", "num_experts_per_tok": 6}, "num_experts_per_tok=6 is not within 1…5"),
-        ({"router": "sparse", "resampling": "avg_pool", "vision_config": {"model_type": "vit", "hidden_size": 36}}, "of 8"),
-        ({"resampling": "avg_pool", "resampling_rate": 3}, "square number of tokens"),
-        ({"resampling_rate": 0}, "each must be 1 or more"),
-        ({"tasks": ["vqa", "vqa"]}, "each only once"),
-        ({"tasks": ["vqa", "qa"]}, "not 'qa', which has no image"),
-        ({"vision_config": {"model_type": "efficientnet"}, "router": "sparse"}, "has no hidden_size"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"connector": "moe"}, "connector"),
+    ({"router": "softmax"}, "router"),
+    ({"router": "hard", "num_experts": 3}, "num_experts=3 is less than the 5 tasks"),
+    ({"router": "sparse", "num_experts_per_tok": 6}, "num_experts_per_tok=6 is not within 1…5"),
+    ({"router": "sparse", "resampling": "avg_pool", "vision_config": {"model_type": "vit", "hidden_size": 36}}, "of 8"),
+    ({"resampling": "avg_pool", "resampling_rate": 3}, "square number of tokens"),
+    ({"resampling_rate": 0}, "each must be 1 or more"),
+    ({"tasks": ["vqa", "vqa"]}, "each only once"),
+    ({"tasks": ["vqa", "qa"]}, "not 'qa', which has no image"),
+    ({"vision_config": {"model_type": "efficientnet"}, "router": "sparse"}, "has no hidden_size"),
+], ids=str)  # fmt: skip
 def test_settings_that_do_not_fit_are_errors(options, message):
     with pytest.raises(Exception, match=message):
         UniMedConfig(**options)
