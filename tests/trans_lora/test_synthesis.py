@@ -62,9 +62,7 @@ def test_each_input_is_kept_or_dropped_for_its_reason(tmp_path):
     ]
     assert judged == ["pick a b c", "pick f g h", "pick j a b"]  # what comes later in a round is judged too, but not needed
     assert counts(candidates) == {"kept": 2, "malformed": 1, "repeats a seed": 1, "duplicate": 1, "filter": 1}
-    assert [json.loads(line) for line in (tmp_path / "synthesis.jsonl").read_text().splitlines()] == [
-        asdict(candidate) for candidate in candidates
-    ]
+    assert read_lines(tmp_path / "synthesis.jsonl") == [asdict(candidate) for candidate in candidates]
 
 
 def test_what_is_cut_off_by_the_limit_of_tokens_is_dropped(tmp_path):
@@ -136,9 +134,8 @@ def test_each_round_shows_other_seeds_in_another_order():
 
 def test_too_low_a_rate_of_kept_inputs_is_an_early_error(tmp_path):
     script = Script(*(f" sort {a} {b}" for a in "abcdefgh" for b in "abcdefgh"))
-    with pytest.raises(
-        HfExtError, match=r"40 inputs are not possible within max_attempts=800\. .* 0 were kept .*\(\d+ filter\)"
-    ):
+    said = r"40 inputs are not possible within max_attempts=800\. .* 0 were kept .*\(\d+ filter\)"
+    with pytest.raises(HfExtError, match=said):
         write(tmp_path, script, 40, lambda texts: [0.1] * len(texts))
     attempts = len((tmp_path / "synthesis.jsonl").read_text().splitlines())
     assert attempts < 400

@@ -11,11 +11,11 @@ from hosts import pissa
 from peft import LoraConfig, PeftModel, PromptTuningConfig, PromptTuningInit, get_peft_model, get_peft_model_state_dict
 from processes import free_port, launched, on_ranks
 from stop_after import StopAfter
-from tiny_adapters import moved
+from tiny_adapters import NF4, load, moved
 from tiny_models import same_bits
 from tiny_transfers import SEEDS, answer, inputs, is_input, judge, lora, pretrained, settings, teacher
 from tokenizers import processors
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AutoTokenizer, TrainerCallback
 from valid_cards import valid_card
 
 from hf_ext import HfExtError, PissaConfig, QPissaConfig, TransLoraConfig, TransLoraTrainer
@@ -180,12 +180,9 @@ def test_a_chain_of_transfers_needs_one_discriminator(tmp_path):
 
 @pissa
 def test_a_four_bit_model_learns_too(tmp_path):
-    from transformers import BitsAndBytesConfig
-
     base, tokenizer = pretrained("llama")
     base.save_pretrained(tmp_path / "base")
-    four_bit = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", quantization_config=four_bit)
+    model = load(tmp_path / "base", NF4)
     config = QPissaConfig(task_type="CAUSAL_LM", r=8, target_modules=["o_proj", "down_proj"])
     on_cpu = model.device.type == "cpu"  # bitsandbytes has chosen
     trainer = transfer(tmp_path / "out", target=(model, tokenizer), peft_config=config, use_cpu=on_cpu)
