@@ -106,9 +106,10 @@ def test_sampling_is_seeded_and_keeps_the_global_random_state():
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    first = write(PROMPTS, 20, seed=1, temperature=1.0, top_p=0.9)
+    sampling = {"temperature": 1.0, "top_p": 0.9}
+    first = write(PROMPTS, 20, seed=1, **sampling)
     assert torch.equal(torch.rand(3), expected)
-    assert first == write(PROMPTS, 20, seed=1, temperature=1.0, top_p=0.9) != write(PROMPTS, 20, seed=2, temperature=1.0)
+    assert first == write(PROMPTS, 20, seed=1, **sampling) != write(PROMPTS, 20, seed=2, **sampling)
 
 
 def test_texts_depend_on_the_options_alone():
