@@ -92,9 +92,13 @@ def adapter(config: type, **of_base: Any) -> Artifact:
     return Artifact(push, load, logits)
 
 
+def gpt2() -> Any:
+    return AutoModelForCausalLM.from_pretrained("user/gpt2")
+
+
 def push_discriminator(seed: int, repo: str, **options: Any) -> Discriminator:
     torch.manual_seed(seed)
-    base, tokenizer = AutoModelForCausalLM.from_pretrained("user/gpt2"), AutoTokenizer.from_pretrained("user/gpt2")
+    base, tokenizer = gpt2(), AutoTokenizer.from_pretrained("user/gpt2")
     model = moved(get_peft_model(base, tiny_transfers.lora("gpt2"), adapter_name=NAME), seed)
     made = Discriminator(model.eval(), tokenizer, "pick")
     made.save_pretrained(mkdtemp(), push_to_hub=True, repo_id=repo, **options)
@@ -102,11 +106,11 @@ def push_discriminator(seed: int, repo: str, **options: Any) -> Discriminator:
 
 
 def push_transfer(seed: int, repo: str, private: bool = True, **options: Any) -> Any:
-    base, tokenizer = AutoModelForCausalLM.from_pretrained("user/gpt2"), AutoTokenizer.from_pretrained("user/gpt2")
-    teacher = moved(get_peft_model(AutoModelForCausalLM.from_pretrained("user/gpt2"), tiny_transfers.lora("gpt2")), seed)
+    tokenizer = AutoTokenizer.from_pretrained("user/gpt2")
+    teacher = moved(get_peft_model(gpt2(), tiny_transfers.lora("gpt2")), seed)
     settings = tiny_transfers.settings(mkdtemp(), max_steps=1, seed=seed, hub_model_id=repo, hub_private_repo=private)
     trainer = TransLoraTrainer(
-        base,
+        gpt2(),
         settings,
         processing_class=tokenizer,
         teacher=teacher.eval(),

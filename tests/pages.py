@@ -42,14 +42,9 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
     BertModel,
-    Blip2Config,
-    Blip2ForConditionalGeneration,
-    Blip2QFormerConfig,
-    Blip2VisionConfig,
     BlipImageProcessorPil,
     CLIPImageProcessorPil,
     LlavaProcessor,
-    OPTConfig,
     TrainingArguments,
 )
 
@@ -153,16 +148,7 @@ def publish() -> None:
     for name in (LLAMA, CHAT):
         small_llama().push_to_hub(name)
         tiny_uni_med.build_tokenizer().push_to_hub(name)
-    small = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
-    torch.manual_seed(0)
-    blip2 = Blip2Config(
-        vision_config=Blip2VisionConfig(**small, image_size=32, patch_size=8, initializer_range=0.02),
-        qformer_config=Blip2QFormerConfig(**small, encoder_hidden_size=32, vocab_size=99),
-        text_config=OPTConfig(
-            vocab_size=99, hidden_size=32, ffn_dim=48, num_hidden_layers=1, num_attention_heads=2, word_embed_proj_dim=32
-        ),
-    )
-    Blip2ForConditionalGeneration(blip2).push_to_hub(BLIP2)
+    tiny_uni_med.blip2().push_to_hub(BLIP2)
     BlipImageProcessorPil(size={"height": 32, "width": 32}).push_to_hub(BLIP2)
 
 

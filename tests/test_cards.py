@@ -90,12 +90,11 @@ def test_the_code_in_the_card_of_a_uni_med_model_runs(tmp_path):
     processor(tasks=model.config.tasks).save_pretrained(tmp_path / "model")
     Image.new("L", (40, 30)).save(tmp_path / "image.png")
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    for old, new in (
-        ('pretrained("…")', f'pretrained("{tmp_path / "model"}")'),
-        ('open("…")', f'open("{tmp_path / "image.png"}")'),
-    ):
+    shown = {'text="…"': 'text="how many cells"', "_tokens=20": "_tokens=3"}
+    shown |= {f'{call}("…")': f'{call}("{tmp_path / name}")' for call, name in (("pretrained", "model"), ("open", "image.png"))}
+    for old, new in shown.items():
         code = code.replace(old, new)
-    exec(code.replace('text="…"', 'text="how many cells"').replace("_tokens=20", "_tokens=3"), scope := {})
+    exec(code, scope := {})
     assert scope["answer"].shape == (1, 3)  # without the prompt
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ def break_name(monkeypatch, name: str, module=decoding) -> None:
 
 
 def break_import(monkeypatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "hf_ext.integration.loading.decoding", None)
+    monkeypatch.setitem(sys.modules, "hf_ext.integration.loading.decoding", None)
 
 
 def break_in_the_loop(monkeypatch, attribute: str, broken) -> None:
@@ -81,6 +82,14 @@ def checkpoints(tmp_path_factory):
     fine_tuned(MODELS["mixtral"].build(), folder, max_shard_size="150KB")
     fm_delta.compress_checkpoint(folder / "tuned", folder / "base", folder / "small", level=1)
     assert len(list(folder.joinpath("small").glob("*.safetensors"))) > 1
+    return folder
+
+
+@pytest.fixture(scope="module")
+def merged(tmp_path_factory):
+    """Two tasks, their base and, in the folder `merged`, their merge."""
+    base, tasks = write_tasks(folder := tmp_path_factory.mktemp("merged"), {"trec": 6, "cr": 2})
+    emr.merge(base, tasks, folder / "merged")
     return folder
 
 
@@ -150,12 +159,10 @@ def test_experts_are_saved_apart_without_host_conversions(checkpoints, tmp_path,
     same_tensors(tensors_of(tmp_path / "again"), tensors_of(checkpoints / "tuned"))
 
 
-def test_a_merge_loads_the_plain_way_after_host_changes(tmp_path, monkeypatch, warned):
-    base, tasks = write_tasks(tmp_path, {"trec": 6, "cr": 2})
-    emr.merge(base, tasks, tmp_path / "merged")
-    plain = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged")
+def test_a_merge_loads_the_plain_way_after_host_changes(merged, monkeypatch, warned):
+    plain = AutoModelForSequenceClassification.from_pretrained(merged / "merged")
     break_name(monkeypatch, "_expected")
-    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged")
+    model = AutoModelForSequenceClassification.from_pretrained(merged / "merged")
     assert len(warned) == 1
     assert_same_weights(model, plain)
     for task in ("cr", "trec"):
@@ -163,12 +170,12 @@ def test_a_merge_loads_the_plain_way_after_host_changes(tmp_path, monkeypatch, w
         plain.set_task(task)
         assert_same_weights(model, plain)
     break_name(monkeypatch, "rename_source_key", renaming)
-    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged")
+    model = AutoModelForSequenceClassification.from_pretrained(merged / "merged")
     assert_same_weights(model, plain)
     with pytest.raises(CheckpointError, match="hf-ext extract"):
         model.set_task("cr")
     with pytest.raises(CheckpointError, match="Switching to another checkpoint does not work with Transformers"):
-        fm_delta.switch(AutoModelForSequenceClassification.from_pretrained(tasks["cr"]), tasks["cr"])
+        fm_delta.switch(AutoModelForSequenceClassification.from_pretrained(merged / "cr"), merged / "cr")
 
 
 def test_a_lora_that_no_host_loads_any_more_is_an_error(checkpoints, tmp_path, monkeypatch):
@@ -188,14 +195,13 @@ def test_a_method_that_peft_has_renamed_is_an_error():
         assert f"has no {name}. Install a newer hf_ext" in python("-c", code).stderr
 
 
-def test_a_switch_without_host_support_changes_nothing(tmp_path, monkeypatch):
-    base, tasks = write_tasks(tmp_path, {"trec": 6, "cr": 2})
-    emr.merge(base, tasks, tmp_path / "merged")
-    model, plain = (AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged") for _ in range(2))
-    single = AutoModelForSequenceClassification.from_pretrained(tasks["trec"])
-    monkeypatch.setitem(__import__("sys").modules, "transformers.initialization", None)
-    fm_delta.switch(single, tasks["cr"])
-    assert_same_weights(single, AutoModelForSequenceClassification.from_pretrained(tasks["cr"]))
+def test_a_switch_without_host_support_changes_nothing(merged, monkeypatch):
+    model, plain, single = (
+        AutoModelForSequenceClassification.from_pretrained(merged / name) for name in ("merged", "merged", "trec")
+    )
+    monkeypatch.setitem(sys.modules, "transformers.initialization", None)
+    fm_delta.switch(single, merged / "cr")
+    assert_same_weights(single, AutoModelForSequenceClassification.from_pretrained(merged / "cr"))
     monkeypatch.setattr(weight_plan.Loaded, "convert", fails)
     with pytest.raises(CheckpointError, match="Switching tasks does not work with Transformers .*hf-ext extract"):
         model.set_task("cr")
@@ -203,7 +209,7 @@ def test_a_switch_without_host_support_changes_nothing(tmp_path, monkeypatch):
     assert_same_weights(model, plain)
     del single.all_tied_weights_keys
     with pytest.raises(CheckpointError, match="Switching to another checkpoint does not work .*from_pretrained"):
-        fm_delta.switch(single, tasks["cr"])
+        fm_delta.switch(single, merged / "cr")
 
 
 @pytest.mark.parametrize("how", ["host", "config"])

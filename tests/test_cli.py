@@ -24,6 +24,7 @@ from hf_ext.cli.main import main
 from hf_ext.storage import prefetch
 
 COMMANDS = typer.main.get_command(app).commands
+MERGE = ["merge", "--base", "a", "--out", "b"]
 
 
 @pytest.fixture
@@ -34,14 +35,9 @@ def folder(tmp_path):
 
 
 def process(*arguments, of=("-m", "hf_ext.cli"), cwd=None, **environment):
-    return subprocess.run(
-        [sys.executable, *of, *map(str, arguments)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | environment,
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | environment
+    command = [sys.executable, *of, *map(str, arguments)]
+    return subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True, timeout=120)
 
 
 def run(capsys, *arguments) -> tuple[int, str, str]:
@@ -93,6 +89,7 @@ def test_json_prints_the_result_and_nothing_else_to_stdout(folder, capsys):
     result = shown(capsys, "compress", folder / "tuned", "--base", folder / "base", "--out", out)
     inspected = json.loads(json.dumps(fm_delta.inspect(out).to_dict()))
     assert shown(capsys, "inspect", out) == inspected and result == inspected | {"tensors": 7}
+    assert shown(capsys, "inspect", out / "model.safetensors") == inspected
     assert shown(capsys, "verify", out) == {"src": str(out), "tensors": 7}
     assert shown(capsys, "decompress", out, "--out", back) == {"out": str(back)}
 
@@ -145,12 +142,8 @@ def test_many_models_are_compressed_and_a_failure_exits_with_1(folder, capsys):
     assert re.search(r"^broken +– +– +– +0\.0 .*failed$", again, re.MULTILINE)
     main(["compress-all", str(folder / "tuned"), *map(str, options)])
     assert "models:" not in capsys.readouterr().err  # no bar, as nothing was to be done
-    assert {model["name"]: bool(model["error"]) for model in json.loads(out)["models"]} == {
-        "a": False,
-        "b": False,
-        "broken": True,
-        "tuned": False,
-    }
+    errors = {model["name"]: bool(model["error"]) for model in json.loads(out)["models"]}
+    assert errors == {"a": False, "b": False, "broken": True, "tuned": False}
     for workers in ("0", "-1", "two"):
         assert "'--workers'" in mistaken(capsys, "compress-all", "models", "--out", "out", f"--workers={workers}")
 
@@ -161,14 +154,8 @@ def mixed(folder):
     models = folder / "models"
     for seed, name in enumerate(("a", "b")):
         write_folder(models / name, fine_tune(weights(), seed))
-    files = (
-        "lora/adapter_config.json",
-        "lora-2/adapter_config.json",
-        "gguf/q4.gguf",
-        "old/pytorch_model.bin",
-        "notes/notes.md",
-    )
-    for name in files:
+    adapters = ("lora/adapter_config.json", "lora-2/adapter_config.json")
+    for name in (*adapters, "gguf/q4.gguf", "old/pytorch_model.bin", "notes/notes.md"):
         (models / name).parent.mkdir()
         (models / name).write_text("{}")
     return models
@@ -247,17 +234,10 @@ def test_a_base_that_has_moved_is_given_by_name(folder, capsys):
     assert contents(folder / "back") == contents(folder / "tuned")
 
 
-def test_inspect_prints_its_summary_tables_or_json(folder, capsys):
+def test_inspect_prints_its_summary_or_tables_and_draws_a_picture(folder, capsys, monkeypatch):
     report = fm_delta.inspect(folder / "small")
-    assert run(capsys, "inspect", folder / "small")[:2] == (0, f"{report.summary()}\n")
-    assert run(capsys, "inspect", folder / "small", "--verbose")[:2] == (0, f"{report}\n")
-    code, out, err = run(capsys, "inspect", folder / "small", "--json")
-    assert (code, err) == (0, "")
-    assert json.loads(out) == json.loads(json.dumps(report.to_dict()))
-    assert run(capsys, "inspect", folder / "small/model.safetensors", "--json")[1] == out
-
-
-def test_inspect_draws_a_picture(folder, capsys, monkeypatch):
+    assert run(capsys, "inspect", folder / "small") == (0, f"{report.summary()}\n", "")
+    assert run(capsys, "inspect", folder / "small", "--verbose") == (0, f"{report}\n", "")
     picture = folder / "sizes.png"
     assert run(capsys, "inspect", folder / "small", "--plot", picture)[0] == 0
     assert picture.read_bytes().startswith(b"\x89PNG\r\n") and picture.stat().st_size > 10_000
@@ -393,11 +373,7 @@ print(sorted({name.split(".")[0] for name in sys.modules} & {"torch", "transform
 
 
 @pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("hf-ext compress", ["compress", "compress-all"]),
-        ("hf-ext inspect --pl", ["--plot"]),
-    ],
+    ("line", "expected"), [("hf-ext compress", ["compress", "compress-all"]), ("hf-ext inspect --pl", ["--plot"])]
 )
 def test_a_shell_completes_commands_options_and_choices(line, expected, monkeypatch, capsys):
     words = {"_HF_EXT_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(line.split()) - 1)}
@@ -414,8 +390,8 @@ def test_a_result_that_cannot_be_printed_is_one_line():
         "import os, runpy; os.dup2(os.open('/dev/full', os.O_WRONLY), 1); runpy.run_module('hf_ext.cli', run_name='__main__')"
     )
     done = process("--version", of=("-c", code))
-    assert done.returncode == 1
-    assert done.stderr == "hf-ext: the result could not be printed: [Errno 28] No space left on device\n"
+    message = "hf-ext: the result could not be printed: [Errno 28] No space left on device\n"
+    assert (done.returncode, done.stderr) == (1, message)
 
 
 def test_the_version_comes_with_those_of_the_libraries(capsys):
@@ -425,38 +401,26 @@ def test_the_version_comes_with_those_of_the_libraries(capsys):
     assert f"torch {metadata.version('torch')}," in out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--traceback"], "hf-ext: Missing command"),
-        (["zip"], "hf-ext: No such command 'zip'"),
-        (["compres"], "Did you mean 'compress', "),
-        (["compress", "a"], "hf-ext compress: Missing option '--out'"),
-        (["merge", "--base", "a", "--out", "b"], "hf-ext merge: Missing option '--task'"),
-        (["compress", "a", "--out", "b", "--verfy"], "--verify"),  # Typer's versions word it in several ways
-        (["compress", "a", "--out"], "hf-ext compress: Option '--out' requires an argument"),
-        (["compress", "a", "--out", "b", "--level", "9"], "hf-ext compress: Invalid value for '--level': "),
-        (["compress", "a", "--out", ""], "hf-ext compress: Invalid value for '--out': the value is empty; give a path"),
-        (["compress", "a", "--out", "b", "--base-id", "org/name"], "for '--base-id': requires --base"),
-        (["compress", "a", "--out", "b", "--no-base", "--base", "c"], "for '--no-base': cannot be combined with --base"),
-        (
-            ["compress-all", "a", "--out", "b", "--base", "c", "--candidates", "d", "e"],
-            "for '--candidates': cannot be combined with --base",
-        ),
-        (["verify", ""], "hf-ext verify: Invalid value for 'SRC': the value is empty"),
-        (["transfer"], "hf-ext transfer: Missing option '--out'"),
-        *(
-            (["merge", "--base", "a", "--out", "b", "--task", task], "not of the form NAME=PATH")
-            for task in ("cr", "=a", "cr=")
-        ),
-        (["merge", "--base", "a", "--out", "b", "--task", "a b=c"], "'a b'"),
-        (["merge", "--base", "a", "--out", "b", "--task", "cr=c", "--task", "cr=d"], "two tasks called 'cr'"),
-        (
-            ["merge", "--base", "a", "--out", "b", "--task", "cr=c", "--method", "other"],
-            "'other' is not one of 'emr', 'switch'",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--traceback"], "hf-ext: Missing command"),
+    (["zip"], "hf-ext: No such command 'zip'"),
+    (["compres"], "Did you mean 'compress', "),
+    (["compress", "a"], "hf-ext compress: Missing option '--out'"),
+    (MERGE, "hf-ext merge: Missing option '--task'"),
+    (["compress", "a", "--out", "b", "--verfy"], "--verify"),  # Typer's versions word it in several ways
+    (["compress", "a", "--out"], "hf-ext compress: Option '--out' requires an argument"),
+    (["compress", "a", "--out", "b", "--level", "9"], "hf-ext compress: Invalid value for '--level': "),
+    (["compress", "a", "--out", ""], "hf-ext compress: Invalid value for '--out': the value is empty; give a path"),
+    (["compress", "a", "--out", "b", "--base-id", "org/name"], "for '--base-id': requires --base"),
+    (["compress", "a", "--out", "b", "--no-base", "--base", "c"], "for '--no-base': cannot be combined with --base"),
+    ("compress-all a --out b --base c --candidates d e".split(), "for '--candidates': cannot be combined with --base"),
+    (["verify", ""], "hf-ext verify: Invalid value for 'SRC': the value is empty"),
+    (["transfer"], "hf-ext transfer: Missing option '--out'"),
+    *(([*MERGE, "--task", task], "not of the form NAME=PATH") for task in ("cr", "=a", "cr=")),
+    ([*MERGE, "--task", "a b=c"], "'a b'"),
+    ([*MERGE, "--task", "cr=c", "--task", "cr=d"], "two tasks called 'cr'"),
+    ([*MERGE, "--task", "cr=c", "--method", "other"], "'other' is not one of 'emr', 'switch'"),
+])  # fmt: skip
 def test_a_wrong_command_line_is_explained_in_one_line(arguments, message, capsys):
     assert message in mistaken(capsys, *arguments)
 
@@ -598,12 +562,9 @@ def test_another_tool_runs_with_the_package_imported(tmp_path, monkeypatch, caps
 
 
 def test_a_closed_pipe_is_no_error(folder):
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     for arguments in (["inspect", str(folder / "small")], ["--version"]):
-        with subprocess.Popen(
-            [sys.executable, "-m", "hf_ext.cli", *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        ) as piped:
+        with subprocess.Popen([sys.executable, "-m", "hf_ext.cli", *arguments], env=env, **pipes) as piped:
             piped.stdout.close()
             assert piped.stderr.read() == b"" and piped.wait(120) == 1

@@ -53,12 +53,10 @@ def devices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         yield DEVICES[: request.param]
 
 
-@pytest.fixture(
-    params=[
-        *("float32", "bfloat16 autocast"),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("bfloat16", "autocast")),
-    ]
-)
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("bfloat16", "autocast")]
+
+
+@pytest.fixture(params=["float32", "bfloat16 autocast", *SLOW])
 def precision(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -231,16 +229,10 @@ def test_trans_lora_runs_all_stages(devices, first_device, tmp_path, source, tar
     if apart:
         spread(model, target, devices)
         spread(teaching.get_base_model(), source, devices)
-    args = {
-        "use_cpu": False,
-        "num_samples": 4,
-        "num_train_epochs": 1,
-        "dataloader_pin_memory": CUDA,
-        "filter": "discriminator" if has_judge else "none",
-    }
+    args = {"use_cpu": False, "num_samples": 4, "num_train_epochs": 1, "dataloader_pin_memory": CUDA}
     trainer = TransLoraTrainer(
         model,
-        settings(tmp_path, **args),
+        settings(tmp_path, **args, filter="discriminator" if has_judge else "none"),
         processing_class=tokenizer,
         teacher=teaching,
         teacher_processing_class=its_tokenizer,

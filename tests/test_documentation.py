@@ -50,15 +50,17 @@ def spans(page: Path) -> list[str]:
     return [" ".join(span.split()) for span in SPAN.findall(re.sub(r"^```.*?^```$", "", shown(page), flags=re.M | re.S))]
 
 
+WITH_BLOCKS = [page for page in PAGES if blocks(shown(page))]
+
+
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory):
     """The tracebacks of running all pages, and two that are broken, by path."""
     folder = tmp_path_factory.mktemp("pages")
     for name, text in BROKEN.items():
         (folder / name).write_text(text)
-    pages = [str(page) for page in PAGES if blocks(shown(page))]
     with LocalHub() as hub:
-        arguments = [folder / "results.json", *pages, *(folder / name for name in BROKEN)]
+        arguments = [folder / "results.json", *WITH_BLOCKS, *(folder / name for name in BROKEN)]
         env = hub.client_env(folder / "home", PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
         result = python(ROOT / "tests/pages.py", *arguments, env=env)
     assert result.returncode == 0, result.stderr[-4000:]
@@ -66,7 +68,7 @@ def outcome(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(shown(page))], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", WITH_BLOCKS, ids=lambda page: page.name)
 def test_every_block_runs(outcome, page):
     assert outcome[str(page)] == ""
 

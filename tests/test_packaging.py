@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from collections.abc import Mapping
 from configparser import ConfigParser
 from email import message_from_string
 from pathlib import Path
@@ -22,6 +23,7 @@ from valid_cards import KINDS
 import hf_ext
 
 ROOT = Path(__file__).parents[1]
+SOURCES = [path for path in (ROOT / "hf_ext").rglob("*") if path.suffix in (".py", ".pyi", ".typed", ".txt")]
 PARTS = re.compile(r'"\s*\n\s*f?"')  # of one text of Python
 COMMAND = re.compile(
     r"\b(?:(?:pip3?|pipx|uv|conda)\s(?:[\w-]+\s)*?(?:install|add|download|wheel)|uvx|pipx run)\s"
@@ -41,6 +43,12 @@ def setup(folder: Path, *commands: str, **environment: str) -> None:
     subprocess.run(line, cwd=ROOT, env=os.environ | environment, check=True, capture_output=True, timeout=100)
 
 
+def extras_of_setup() -> Mapping[str, str]:
+    settings = ConfigParser()
+    settings.read(ROOT / "setup.cfg")
+    return settings["options.extras_require"]
+
+
 @pytest.fixture(scope="module")
 def sdist(tmp_path_factory) -> Path:
     """The unpacked source distribution."""
@@ -52,17 +60,13 @@ def sdist(tmp_path_factory) -> Path:
     return folder / f"hf_ext-{hf_ext.__version__}"
 
 
-def test_the_sdist_has_all_that_builds_the_package(sdist):
+def test_the_sdist_has_all_that_builds_the_package_but_no_results_and_no_tests(sdist):
     needed = [path for folder in ("csrc", "model_cards") for path in (ROOT / folder).rglob("*") if path.is_file()]
-    needed += [path for path in (ROOT / "hf_ext").rglob("*") if path.suffix in (".py", ".pyi", ".typed", ".txt")]
-    needed += [ROOT / name for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "CITATION.cff")]
+    needed += [*SOURCES, *(ROOT / name for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "CITATION.cff"))]
     assert len(needed) > 150
     for path in needed:
         name = path.relative_to(ROOT)
         assert (sdist / name).is_file() and (sdist / name).read_bytes() == path.read_bytes(), name
-
-
-def test_the_sdist_has_no_build_results_and_no_tests(sdist):
     assert not [path for path in sdist.rglob("*") if path.suffix in (".so", ".pyc", ".o") or path.name == "__pycache__"]
     assert not (sdist / "tests").exists()
 
@@ -72,10 +76,7 @@ def test_the_sdist_builds_the_package_of_the_checkout(sdist, tmp_path):
     subprocess.run(command, cwd=sdist, check=True, capture_output=True, timeout=100)
     built = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
     cards = {f"hf_ext/model_cards/{kind}.md" for kind in KINDS}
-    suffixes = (".py", ".pyi", ".typed", ".txt")
-    assert built == cards | {
-        path.relative_to(ROOT).as_posix() for path in (ROOT / "hf_ext").rglob("*") if path.suffix in suffixes
-    }
+    assert built == cards | {path.relative_to(ROOT).as_posix() for path in SOURCES}
     for extension in (ROOT / "hf_ext").glob("_native*"):
         shutil.copy(extension, tmp_path / "hf_ext")
     code = f"from hf_ext.integration import cards; assert all(map(cards._template, {sorted(KINDS)})); print(cards.__file__)"
@@ -114,17 +115,15 @@ def test_no_text_installs_the_package_from_an_index():
     old = """Run `pip install hf_ext`, a plugin. | pip install 'hf_ext[dask]', and Dask | uv add "hf-ext>=1"
         wheel: pip install --force-reinstall --no-deps --only-binary hf_ext hf_ext. If | %pip install -q HF_Ext"""
     assert len(from_an_index(old)) == 5
-    right = (
-        "pip install git+https://host/me/hf_ext | pip install 'hf_ext[all] @ git+https://host/me/hf_ext' | pip install '.[all]'"
-    )
-    assert not from_an_index(right + " | `pip install peft`, not `hf_ext` | pip install 'torch>=2.11'. hf_ext needs it")
+    right = """pip install git+https://host/me/hf_ext | pip install 'hf_ext[all] @ git+https://host/me/hf_ext' |
+        pip install '.[all]' | `pip install peft`, not `hf_ext` | pip install 'torch>=2.11'. hf_ext needs it"""
+    assert not from_an_index(right)
     folders = "hf_ext csrc model_cards docs notebooks examples benchmarks constraints scripts .github".split()
     kinds = {".py", ".pyi", ".md", ".ipynb", ".txt", ".cfg", ".toml", ".yml", ".cff", ".h", ".cpp", ".sh", ""}
     paths = [path for folder in folders for path in (ROOT / folder).rglob("*")] + list(ROOT.glob("*"))
     texts = {path: path.read_text("utf-8") for path in paths if path.suffix in kinds and path.is_file()}
-    assert (
-        len(texts) > 200 and {ROOT / "README.md", ROOT / "hf_ext/serving/sglang.py", ROOT / "model_cards/emr.md"} < texts.keys()
-    )
+    assert len(texts) > 200
+    assert {ROOT / name for name in ("README.md", "hf_ext/serving/sglang.py", "model_cards/emr.md")} < texts.keys()
     for path, text in texts.items():
         assert not from_an_index(PARTS.sub("", text)), path
 
@@ -143,18 +142,15 @@ def test_written_files_name_the_repository_of_the_build(release, tmp_path, is_re
 
 
 def test_the_extra_all_covers_what_errors_recommend():
-    settings = ConfigParser()
-    settings.read(ROOT / "setup.cfg")
-    extras = settings["options.extras_require"]
+    extras = extras_of_setup()
     whole = Requirement(extras["all"].strip())
     before = list(extras)[: list(extras).index("all")]
     assert whole.name == "hf_ext" and whole.extras == set(before)
     listed = "\n".join([(ROOT / "hf_ext/requirements.txt").read_text(), *(extras[extra] for extra in before)])
     names = {Requirement(need).name for need in re.findall(r"^\w[^#\n]*", listed, re.MULTILINE)}
     texts = [PARTS.sub("", path.read_text("utf-8")) for path in (ROOT / "hf_ext").rglob("*.py")]
-    recommended = {
-        name[1] for text in texts for command in COMMAND.findall(text) if (name := re.match(r"'?([a-z][\w-]*)", command))
-    }
+    commands = [command for text in texts for command in COMMAND.findall(text)]
+    recommended = {name[1] for command in commands if (name := re.match(r"'?([a-z][\w-]*)", command))}
     assert {"torch", "pillow", "openai"} < recommended <= names
 
 
@@ -184,18 +180,8 @@ def test_the_pip_of_a_new_environment_installs_every_extra(release, tmp_path):
         write_wheel(tmp_path, name, lower[0], f"Metadata-Version: 2.1\nName: {name}\nVersion: {lower[0]}\n{provided}")
     wheel = next(Path(ensurepip.__file__).parent.glob("_bundled/pip-*.whl"), None)  # a distribution may keep it elsewhere
     pip = [sys.executable, f"{wheel}/pip"] if wheel else [sys.executable, "-m", "pip"]
-    settings = ConfigParser()
-    settings.read(ROOT / "setup.cfg")
-    names = ",".join(settings["options.extras_require"])  # as a user writes them
-    options = [
-        "--dry-run",
-        "--ignore-installed",
-        "--no-index",
-        "--find-links",
-        str(tmp_path),
-        "--report",
-        str(tmp_path / "out"),
-    ]
+    names = ",".join(extras_of_setup())  # as a user writes them
+    options = ["--dry-run", "--ignore-installed", "--no-index", f"--find-links={tmp_path}", f"--report={tmp_path / 'out'}"]
     done = subprocess.run([*pip, "install", *options, f"hf_ext[{names}]"], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0 and "does not provide" not in done.stdout + done.stderr, done.stderr
     installed = json.loads((tmp_path / "out").read_text())["install"]

@@ -21,13 +21,8 @@ VAE |= {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpD
 WAN = {"num_layers": 1, "attention_head_dim": 8, "num_attention_heads": 2, "in_channels": 4}
 WAN |= {"text_dim": 16, "freq_dim": 16, "ffn_dim": 32}
 TEXT = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-SD3 |= {
-    "patch_size": 1,
-    "joint_attention_dim": 32,
-    "caption_projection_dim": 32,
-    "pooled_projection_dim": 64,
-    "out_channels": 4,
-}
+SD3 |= {"patch_size": 1, "joint_attention_dim": 32, "caption_projection_dim": 32, "pooled_projection_dim": 64}
+SD3 |= {"out_channels": 4}
 
 
 class Kind(NamedTuple):

@@ -15,11 +15,11 @@ def examples(count: int, causal: bool = False) -> list[dict]:
     return [{"input_ids": row, "labels": row if causal else row[0] % 3} for row in rows]
 
 
-def train(model, out: Path, resume: str | bool | None = None, callbacks=(), causal: bool = False, **options) -> Trainer:
+def train(model, out: Path, resume: str | bool | None = None, callbacks=(), causal=False, metrics=None, **options) -> Trainer:
     settings = {"max_steps": 6, "save_steps": 2, "per_device_train_batch_size": 4, "learning_rate": 1e-3, "logging_steps": 2}
-    arguments = TrainingArguments(output_dir=str(out), use_cpu=True, report_to=[], disable_tqdm=True, **(settings | options))
-    trainer = Trainer(
-        model, arguments, train_dataset=examples(16, causal), eval_dataset=examples(8, causal), callbacks=[*callbacks]
-    )
+    settings |= {"use_cpu": True, "report_to": [], "disable_tqdm": True}
+    arguments = TrainingArguments(output_dir=str(out), **(settings | options))
+    data = {"train_dataset": examples(16, causal), "eval_dataset": examples(8, causal)}
+    trainer = Trainer(model, arguments, **data, callbacks=[*callbacks], compute_metrics=metrics)
     trainer.train(resume_from_checkpoint=resume)
     return trainer

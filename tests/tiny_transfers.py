@@ -98,32 +98,14 @@ def gpt2(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
 
 def llama(tokenizer: PreTrainedTokenizerFast, intermediate_size: int = 160) -> PreTrainedModel:
     sizes = {"hidden_size": 64, "intermediate_size": intermediate_size, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(tokenizer),
-            max_position_embeddings=256,
-            **sizes,
-            eos_token_id=tokenizer.eos_token_id,
-            tie_word_embeddings=False,
-        )
-    )
+    more = {"max_position_embeddings": 256, "eos_token_id": tokenizer.eos_token_id, "tie_word_embeddings": False}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes, **more))
 
 
 def t5(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
-    sizes = {
-        "d_model": 64,
-        "d_kv": 16,
-        "d_ff": 128,
-        "num_layers": 2,
-        "num_heads": 4,
-        "dropout_rate": 0.0,
-        "tie_word_embeddings": False,
-    }
-    ends = {
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-        "decoder_start_token_id": tokenizer.pad_token_id,
-    }
+    sizes = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
+    end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    ends = {"eos_token_id": end, "pad_token_id": pad, "decoder_start_token_id": pad, "tie_word_embeddings": False}
     return T5ForConditionalGeneration(T5Config(vocab_size=len(tokenizer), **sizes, **ends))
 
 

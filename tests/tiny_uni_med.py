@@ -11,7 +11,14 @@ import torch
 from PIL import Image
 from tiny_models import VOCABULARY, gpt2, llama
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, ViTConfig, ViTImageProcessorPil, ViTModel
+from transformers import (
+    Blip2Config,
+    Blip2ForConditionalGeneration,
+    PreTrainedTokenizerFast,
+    ViTConfig,
+    ViTImageProcessorPil,
+    ViTModel,
+)
 
 from hf_ext import UniMedConfig, UniMedForConditionalGeneration, UniMedProcessor
 
@@ -26,17 +33,20 @@ IMAGE_TOKEN_ID = VOCABULARY  # outside the language model's
 @cache
 def _vit() -> ViTModel:
     torch.manual_seed(0)
-    return ViTModel(
-        ViTConfig(
-            hidden_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            intermediate_size=48,
-            image_size=(HEIGHT, WIDTH),
-            patch_size=PATCH,
-        ),
-        add_pooling_layer=False,
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+    return ViTModel(ViTConfig(**sizes, image_size=(HEIGHT, WIDTH), patch_size=PATCH), add_pooling_layer=False)
+
+
+def blip2() -> Blip2ForConditionalGeneration:
+    small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+    text = {"model_type": "opt", "vocab_size": 99, "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 1}
+    config = Blip2Config(
+        vision_config=small | {"image_size": 32, "patch_size": PATCH, "initializer_range": 0.02},
+        qformer_config=small | {"encoder_hidden_size": 32, "vocab_size": 99},
+        text_config=text | {"num_attention_heads": 2, "word_embed_proj_dim": 32},
     )
+    torch.manual_seed(0)
+    return Blip2ForConditionalGeneration(config)
 
 
 def build_tokenizer(**options: Any) -> PreTrainedTokenizerFast:
@@ -97,15 +107,9 @@ def rows() -> list[dict[str, Any]]:
 
 def batch(answers: bool = True, samples: list[dict[str, Any]] | None = None) -> dict[str, torch.Tensor]:
     samples = rows() if samples is None else samples
-    return dict(
-        processor()(
-            images=[row["image"] for row in samples],
-            text=[row["text"] for row in samples],
-            task=[row["task"] for row in samples],
-            answers=[row["answer"] for row in samples] if answers else None,
-            return_tensors="pt",
-        )
-    )
+    columns = {"images": "image", "text": "text", "task": "task"} | ({"answers": "answer"} if answers else {})
+    inputs = {name: [row[column] for row in samples] for name, column in columns.items()}
+    return dict(processor()(**inputs, return_tensors="pt"))
 
 
 @torch.no_grad()

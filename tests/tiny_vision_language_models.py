@@ -136,25 +136,11 @@ def internvl() -> Built:
     return built("InternVL", batch([4, 8, 4], randn(4, 3, 16, 16)), vision, text("Qwen2"), downsample_ratio=0.5)
 
 
-FAMILIES: dict[str, Callable[[], Built]] = {
-    function.__name__: function
-    for function in (
-        llava,
-        vip_llava,
-        llava_next,
-        llava_onevision,
-        gemma3,
-        paligemma,
-        qwen2_vl,
-        qwen2_5_vl,
-        qwen3_vl,
-        glm4v,
-        idefics3,
-        smolvlm,
-        mistral3,
-        internvl,
-    )
-}
+BUILDERS: tuple[Callable[[], Built], ...] = (
+    llava, vip_llava, llava_next, llava_onevision, gemma3, paligemma, qwen2_vl, qwen2_5_vl, qwen3_vl, glm4v, idefics3, smolvlm,
+    mistral3, internvl,
+)  # fmt: skip
+FAMILIES = {builder.__name__: builder for builder in BUILDERS}
 
 
 def build(family: str) -> Built:

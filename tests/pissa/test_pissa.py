@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import math
 import re
@@ -155,7 +156,7 @@ def test_without_autocast_an_adapter_has_the_dtype_of_its_base(use_dora):
     assert torch.equal(logits(model), expected)
 
 
-def test_adapters_of_different_rank_share_one_base():
+def test_adapters_of_different_rank_share_one_base(tmp_path):
     expected = logits(llama())
     model = trained(llama(), config(), seed=1)
     one = logits(model)
@@ -170,6 +171,10 @@ def test_adapters_of_different_rank_share_one_base():
     model.base_model.set_adapter(["default", "defaulted"])
     both = logits(model)
     assert difference(both, one) > 1e-3 and difference(both, other) > 1e-3
+    model.save_pretrained(tmp_path)
+    for folder, rank, alone in ((tmp_path, 8, one), (tmp_path / "defaulted", 12, other)):
+        assert json.loads((folder / "adapter_config.json").read_text())["r"] == rank
+        assert difference(logits(PeftModel.from_pretrained(llama(), folder)), alone) < 2e-6
     model.delete_adapter("default")
     model.set_adapter("defaulted")
     assert torch.equal(logits(model), other)
@@ -225,19 +230,16 @@ def test_embeddings_of_a_model_that_scales_them(use_dora):
         assert difference(layer(tokens), expected) < 1e-5
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"lora_bias": True}, "does not support lora_bias"),
-        ({"target_parameters": ["experts.down_proj"]}, "does not support target_parameters"),
-        ({"init_lora_weights": "olora"}, "Use 'pissa'"),
-        ({"init_lora_weights": "pissa_niter_many"}, "Use 'pissa'"),
-        ({"init_lora_weights": None}, "Use 'pissa'"),
-        ({"r": 0}, "r=0 is not supported"),
-        ({"lora_alpha": 0}, "must be positive"),
-        ({"alpha_pattern": {"q_proj": -1}}, "must be positive"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"lora_bias": True}, "does not support lora_bias"),
+    ({"target_parameters": ["experts.down_proj"]}, "does not support target_parameters"),
+    ({"init_lora_weights": "olora"}, "Use 'pissa'"),
+    ({"init_lora_weights": "pissa_niter_many"}, "Use 'pissa'"),
+    ({"init_lora_weights": None}, "Use 'pissa'"),
+    ({"r": 0}, "r=0 is not supported"),
+    ({"lora_alpha": 0}, "must be positive"),
+    ({"alpha_pattern": {"q_proj": -1}}, "must be positive"),
+])  # fmt: skip
 @pytest.mark.parametrize("kind", [PissaConfig, QPissaConfig])
 def test_unsupported_options_are_errors(kind, options, message):
     with pytest.raises(AdapterError, match=message):
@@ -309,20 +311,15 @@ IMPOSSIBLE = {  # by name: the model, its targets and the error
     "compiled": (lambda: compiled(""), ["q_proj"], "_orig_mod' is compiled, .* Call torch.compile after this"),
     "a compiled layer": (lambda: compiled("model.layers.1"), ["q_proj"], "_orig_mod' is compiled, .* Call torch.compile after"),
     "ZeRO-3": (partitioned, ["q_proj"], r"q_proj: The weight of .* is a shard of shape \(0,\).*ZeRO-3"),
-    **{
-        str(dtype): (lambda dtype=dtype: linear(dtype), ["0"], QUANTIZED.format(dtype))
-        for dtype in (torch.int8, torch.float8_e4m3fn)
-    },
-    **{str(value): (lambda value=value: linear(value=value), ["0"], NOT_FINITE) for value in (math.nan, math.inf)},
-    **{
-        str(options): (lambda options=options: nn.Conv2d(4, 8, 3, padding=1, **options), ["0"], OTHER_CONV)
-        for options in ({"groups": 2}, {"dilation": 2}, {"padding_mode": "circular"})
-    },
-    **{
-        kind.__name__: (lambda kind=kind, sizes=sizes: kind(*sizes), ["0"], OTHER_FORWARD.format(kind.__name__))
-        for kind, *sizes in ((PaddedConv, 3, 8, 3), (ScaledConv, 3, 8, 3), (Positions, 16, 8), (Router, 16, 8))
-    },
 }
+for dtype in (torch.int8, torch.float8_e4m3fn):
+    IMPOSSIBLE[str(dtype)] = (partial(linear, dtype), ["0"], QUANTIZED.format(dtype))
+for value in (math.nan, math.inf):
+    IMPOSSIBLE[str(value)] = (partial(linear, value=value), ["0"], NOT_FINITE)
+for options in ({"groups": 2}, {"dilation": 2}, {"padding_mode": "circular"}):
+    IMPOSSIBLE[str(options)] = (partial(nn.Conv2d, 4, 8, 3, padding=1, **options), ["0"], OTHER_CONV)
+for kind, *sizes in ((PaddedConv, 3, 8, 3), (ScaledConv, 3, 8, 3), (Positions, 16, 8), (Router, 16, 8)):
+    IMPOSSIBLE[kind.__name__] = (partial(kind, *sizes), ["0"], OTHER_FORWARD.format(kind.__name__))
 
 
 @pytest.mark.parametrize("name", IMPOSSIBLE)
@@ -343,11 +340,11 @@ def test_a_layer_that_only_looks_odd_is_adapted(layer):
 
 def test_an_offloaded_weight_is_an_error(tmp_path):
     llama().save_pretrained(tmp_path / "base")
-    places = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk", "model.norm": "cpu"}
-    places |= {"model.rotary_emb": "cpu", "lm_head": "cpu"}
+    places = dict.fromkeys(("model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
+    places |= {"model.layers.1": "disk"}
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", device_map=places, offload_folder=tmp_path / "offload")
     with pytest.raises(ValueError, match="layers.1.self_attn.q_proj: The weight of .* is offloaded"):
-        get_peft_model(model, PissaConfig(r=4, target_modules=["q_proj"]))
+        get_peft_model(model, config(target_modules=["q_proj"]))
 
 
 def moe() -> Qwen3MoeForCausalLM:
@@ -387,16 +384,12 @@ def test_adapters_of_other_types_are_not_mixed_with_pissa():
         LoraModel(inner, LoraConfig(r=2, target_modules=["q_proj"]), "other")
 
 
-def test_combining_by_weights_is_an_error():
+def test_combining_by_weights_and_adding_to_a_merged_model_are_errors():
     model = trained(llama(), config())
     expected = logits(model)
     with pytest.raises(ValueError, match=r"\['default'\] are in PiSSA's training form"):
         model.add_weighted_adapter(["default"], [0.5], "half", "cat")
     assert list(model.peft_config) == ["default"] and torch.equal(logits(model), expected)
-
-
-def test_a_merged_model_takes_no_adapter():
-    model = trained(llama(), config())
     model.merge_adapter()
     with pytest.raises(ValueError, match="unmerge_adapter"):
         model.add_adapter("other", config())

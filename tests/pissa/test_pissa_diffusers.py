@@ -48,7 +48,7 @@ def save(kind: Kind, model: nn.Module, folder: Path) -> None:
 
 @every_option
 @every_kind
-def test_diffusers_loads_the_saved_adapter_as_an_equal_lora(tmp_path, kind, options):
+def test_the_saved_adapter_loads_as_an_equal_lora_and_resumes_in_diffusers_scripts(tmp_path, kind, options):
     model = moved(adapted(kind, options))
     expected = kind.output(model)
     model.save_lora_adapter(tmp_path / "model")
@@ -61,15 +61,9 @@ def test_diffusers_loads_the_saved_adapter_as_an_equal_lora(tmp_path, kind, opti
         assert type(one.peft_config["default_0"]) is LoraConfig
         assert difference(kind.output(one), expected) < 1e-5
     assert difference(kind.output(kind.build()), expected) > 1e-3
-
-
-@every_option
-@every_kind
-def test_training_resumes_as_diffusers_scripts_do_it(tmp_path, kind, options):
-    model = moved(adapted(kind, options))
-    save(kind, model, tmp_path)
     again, prefix = adapted(kind, options), f"{kind.component}."
-    state = {name.removeprefix(prefix): tensor for name, tensor in load_file(tmp_path / FILE["weight_name"]).items()}
+    saved = load_file(tmp_path / "pipeline" / FILE["weight_name"])
+    state = {name.removeprefix(prefix): tensor for name, tensor in saved.items()}
     assert not set_peft_model_state_dict(again, state, "default").unexpected_keys
     for (name, one), (other, two) in zip(model.named_parameters(), again.named_parameters(), strict=True):
         assert (name, one.requires_grad) == (other, two.requires_grad)

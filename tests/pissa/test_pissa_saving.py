@@ -15,18 +15,13 @@ from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dic
 from peft.utils.hotswap import prepare_model_for_compiled_hotswap
 from processes import python
 from safetensors.torch import load_file
-from test_pissa import config, every_case, tolerance
-from tiny_adapters import NF4, Hidden, difference, load, logits, moved, small_llama, trainable, trained
+from test_pissa import config, every_case, pytestmark, tolerance  # noqa: F401  # pytest reads pytestmark
+from tiny_adapters import NF4, Hidden, difference, load, logits, moved, products, small_llama, trainable, trained
 from tiny_models import llama, perturb
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from hf_ext import AdapterError, BaseModelError, HfExtError, PissaConfig, QPissaConfig
-
-pytestmark = [
-    pytest.mark.filterwarnings(f"ignore:{text}")
-    for text in ("Setting `save_embedding_layers`", ".*fan_in_fan_out", "Model with")
-]
 
 
 def read_config(folder: Path) -> dict:
@@ -38,33 +33,27 @@ def again(build, folder: Path) -> PeftModel:
 
 
 @every_case
-def test_the_saved_adapter_is_an_equal_lora_of_twice_the_rank(tmp_path, build, options):
+def test_the_saved_adapter_is_an_equal_lora_of_twice_the_rank_and_resumes_as_pissa(tmp_path, build, options):
     model = trained(build(), config(**options))
     model.save_pretrained(tmp_path)
     saved = read_config(tmp_path)
     assert (saved["peft_type"], saved["r"], saved["init_lora_weights"]) == ("LORA", 8, True)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "Unexpected keyword")  # which PEFT says of options that it does not know
-        loaded = PeftModel.from_pretrained(build(), tmp_path)
-    assert type(loaded.peft_config["default"]) is LoraConfig
-    assert difference(logits(loaded), logits(model)) < tolerance(loaded)
-
-
-@every_case
-def test_it_resumes_as_pissa_but_for_rounding(tmp_path, build, options):
-    model = trained(build(), config(**options))
-    model.save_pretrained(tmp_path)
-    loaded = again(build, tmp_path)
+        lora = PeftModel.from_pretrained(build(), tmp_path)
+    assert type(lora.peft_config["default"]) is LoraConfig
+    resumed = again(build, tmp_path)
+    for loaded in (lora, resumed):
+        assert difference(logits(loaded), logits(model)) < tolerance(loaded)
     for kind in ("named_parameters", "named_buffers"):
-        first, second = (dict(getattr(one, kind)()) for one in (model, loaded))
+        first, second = (dict(getattr(one, kind)()) for one in (model, resumed))
         assert first.keys() == second.keys()
         for name in first:
             torch.testing.assert_close(first[name], second[name])
         assert all(first[name].requires_grad == second[name].requires_grad for name in first)
-    scalings = [[module.scaling for module in one.modules() if hasattr(module, "scaling")] for one in (model, loaded)]
+    scalings = [[module.scaling for module in one.modules() if hasattr(module, "scaling")] for one in (model, resumed)]
     assert scalings[0] == scalings[1]
-    assert difference(logits(loaded), logits(model)) < tolerance(loaded)
-    loaded.save_pretrained(tmp_path / "again")
+    resumed.save_pretrained(tmp_path / "again")
     first, second = (load_file(folder / "adapter_model.safetensors") for folder in (tmp_path, tmp_path / "again"))
     for name in first:
         torch.testing.assert_close(first[name], second[name])
@@ -114,54 +103,32 @@ def test_it_loads_through_every_door(tmp_path, llama_base, low_cpu_mem_usage):
 
 
 @adapters_of_transformers
-def test_it_loads_as_a_lora_through_transformers(tmp_path, llama_base):
-    model = trained(load(llama_base), config())
-    model.save_pretrained(tmp_path)
-    injected = load(llama_base)
-    injected.load_adapter(str(tmp_path))
-    assert difference(logits(injected), logits(model)) < 2e-6
-    assert difference(logits(load(tmp_path)), logits(model)) < 2e-6
-
-
-@adapters_of_transformers
-def test_a_model_of_transformers_saves_its_adapter_as_a_lora(tmp_path):
-    model = llama()
+def test_a_model_of_transformers_saves_its_adapter_as_a_lora(tmp_path, llama_base):
+    model = load(llama_base)
     start = logits(model)
     model.add_adapter(config(), "default")
     assert torch.equal(logits(model), start)
     moved(nn.ModuleList(module for module in model.modules() if "lora" in type(module).__module__))
     expected = logits(model)
     model.save_pretrained(tmp_path)
-    assert difference(logits(PeftModel.from_pretrained(llama(), tmp_path)), expected) < 2e-6
-
-
-def test_several_adapters_are_saved_each_in_its_form(tmp_path):
-    model = trained(llama(), config())
-    model.add_adapter("defaulted", config(r=2, use_dora=True))  # a name that begins with the other's
-    model.set_adapter("defaulted")
-    moved(model, seed=2)
-    model.save_pretrained(tmp_path)
-    assert [read_config(tmp_path / name)["r"] for name in ("", "defaulted")] == [8, 4]
-    for name, active in (("", "default"), ("defaulted", "defaulted")):
-        model.set_adapter(active)
-        assert difference(logits(PeftModel.from_pretrained(llama(), tmp_path / name)), logits(model)) < 2e-6
+    injected = load(llama_base)
+    injected.load_adapter(str(tmp_path))
+    for loaded in (PeftModel.from_pretrained(load(llama_base), tmp_path), injected, load(tmp_path)):
+        assert difference(logits(loaded), expected) < 2e-6
 
 
 def test_saved_adapters_are_combined_by_weights(tmp_path):
-    first, second = (trained(llama(), config(), seed) for seed in (1, 2))
-    first.save_pretrained(tmp_path / "first")
-    second.save_pretrained(tmp_path / "second")
-    model = PeftModel.from_pretrained(llama(), tmp_path / "first", adapter_name="first")
-    model.load_adapter(tmp_path / "second", "second")
-    model.add_weighted_adapter(["first", "second"], [0.5, 0.5], "both", "cat")
-    model.set_adapter("both")
-    expected = [
-        (one.get_delta_weight("default") + other.get_delta_weight("default")) / 2
-        for one, other in zip(first.modules(), second.modules())
-        if hasattr(one, "get_delta_weight")
-    ]
-    combined = [module.get_delta_weight("both") for module in model.modules() if hasattr(module, "get_delta_weight")]
-    assert all(difference(a, b) < 1e-5 for a, b in zip(combined, expected, strict=True))
+    changes = []
+    for seed in (1, 2):
+        model = trained(llama(), config(), seed)
+        model.save_pretrained(tmp_path / str(seed))
+        changes.append(products(model))
+    model = PeftModel.from_pretrained(llama(), tmp_path / "1", adapter_name="1")
+    model.load_adapter(tmp_path / "2", "2")
+    model.add_weighted_adapter(["1", "2"], [0.5, 0.5], "default", "cat")
+    assert changes[0]
+    for name, combined in products(model).items():
+        assert difference(combined, (changes[0][name] + changes[1][name]) / 2) < 1e-5
 
 
 WITHOUT = """
@@ -196,16 +163,14 @@ def test_the_configuration_comes_back_exactly(tmp_path, alpha, use_rslora):
     patterns = {"rank_pattern": {"q_proj": 8}, "alpha_pattern": {"v_proj": alpha / 2}}
     options = config(lora_alpha=alpha, use_rslora=use_rslora, use_dora=True, init_lora_weights="pissa", **patterns)
     options.save_pretrained(tmp_path / "adapter")
-    for loaded in (
-        PissaConfig.from_pretrained(tmp_path / "adapter"),
-        PissaConfig.from_pretrained(tmp_path, subfolder="adapter"),
-    ):
+    for folder, options_of_loading in ((tmp_path / "adapter", {}), (tmp_path, {"subfolder": "adapter"})):
+        loaded = PissaConfig.from_pretrained(folder, **options_of_loading)
         assert loaded == replace(options, init_lora_weights=False, inference_mode=None)  # loading decomposes nothing
     with pytest.raises(ValueError, match="LoRA of twice the rank"):
         PissaConfig(**options.to_dict())
 
 
-def test_the_state_dict_is_the_loras(tmp_path):
+def test_the_state_dict_is_the_loras_and_loads_into_two_models():
     model = trained(llama(), config())
     state = get_peft_model_state_dict(model)
     name = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
@@ -213,11 +178,6 @@ def test_the_state_dict_is_the_loras(tmp_path):
     fresh = get_peft_model(llama(), config(init_lora_weights=False))
     fresh.load_state_dict(model.state_dict())
     assert torch.equal(logits(fresh), logits(model))
-
-
-def test_one_state_dict_loads_into_two_models():
-    model = trained(llama(), config())
-    state = get_peft_model_state_dict(model)
     before = {name: tensor.clone() for name, tensor in state.items()}
     first, second = (get_peft_model(llama(), config()) for _ in range(2))
     for one in (first, second):

@@ -66,51 +66,31 @@ def test_ddp_synchronizes_no_more_than_with_lora(tmp_path: Path):
 
 
 def _fsdp(rank: int, folder: str) -> None:
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
     join(rank, folder)
-    model = pissa()
+    model = moved(pissa())
     before, expected = get_peft_model_state_dict(model), model(**inputs(model)).logits
     shard(model)
     outputs = model(**inputs(model)).logits
     outputs.sum().backward()
     torch.testing.assert_close(outputs, expected, rtol=1e-5, atol=1e-6)
-    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    if rank == 0:  # the others get nothing
-        state = get_peft_model_state_dict(model, state_dict=whole)
+    on_the_first = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if rank == 0:
+        state = get_peft_model_state_dict(model, state_dict=on_the_first)
         assert state.keys() == before.keys() and all(torch.equal(state[name], before[name]) for name in before)
-    torch.distributed.destroy_process_group()
-
-
-def test_fsdp2_trains_and_saves_whole_adapters(tmp_path: Path):
-    assert on_ranks(_fsdp, str(tmp_path)) == [0, 0]
-
-
-def _reload(rank: int, folder: str) -> None:
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
-
-    join(rank, folder)
-    saved = moved(pissa())
-    expected = saved(**inputs(saved)).logits
-    shard(saved)
     whole = {"full_state_dict": True, "broadcast_from_rank0": True}
-    for options in (
-        {},
-        whole,
-        whole | {"ignore_frozen_params": True, "strict": False},
-    ):  # the last is Accelerate's for adapters
+    for options in ({}, whole, whole | {"ignore_frozen_params": True, "strict": False}):  # Accelerate's are last
+        state = get_model_state_dict(model, options=StateDictOptions(**options))
         loaded = shard(pissa(init_lora_weights=True if "strict" in options else "pissa_niter_1"))
-        set_model_state_dict(
-            loaded,
-            get_model_state_dict(saved, options=StateDictOptions(**options)),
-            options=StateDictOptions(**{name: value for name, value in options.items() if name != "ignore_frozen_params"}),
-        )
+        options.pop("ignore_frozen_params", None)
+        set_model_state_dict(loaded, state, options=StateDictOptions(**options))
         torch.testing.assert_close(loaded(**inputs(loaded)).logits, expected, rtol=1e-5, atol=1e-6)
     torch.distributed.destroy_process_group()
 
 
-def test_fsdp2_loads_sharded_and_whole_state_dicts(tmp_path: Path):
-    assert on_ranks(_reload, str(tmp_path)) == [0, 0]
+def test_fsdp2_trains_saves_whole_adapters_and_loads_them(tmp_path: Path):
+    assert on_ranks(_fsdp, str(tmp_path)) == [0, 0]
 
 
 def _load_on_one_rank(rank: int, folder: str) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import tiny_training
 import torch
 from peft import PeftModel, get_peft_model
 from stop_after import StopAfter
 from tiny_adapters import NF4, difference, load, logits
-from tiny_models import VOCABULARY
 from training_seeds import training_seed
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_ext import PissaConfig, QPissaConfig
@@ -29,20 +29,9 @@ every_kind = pytest.mark.parametrize(
 )
 
 
-def examples(count: int) -> list[dict]:
-    rows = torch.randint(5, VOCABULARY, (count, 12), generator=torch.Generator().manual_seed(count))
-    return [{"input_ids": row, "labels": row} for row in rows]
-
-
-def train(model: PeftModel, out: Path, resume: str | None = None, callbacks=(), compute_metrics=None, **options) -> Trainer:
-    settings = {"max_steps": 6, "save_steps": 2, "per_device_train_batch_size": 4, "learning_rate": 1e-2, "logging_steps": 2}
-    settings["seed"] = training_seed()
-    settings["use_cpu"] = model.device.type == "cpu"  # bitsandbytes has chosen
-    arguments = TrainingArguments(output_dir=str(out), report_to=[], disable_tqdm=True, **(settings | options))
-    data = {"train_dataset": examples(16), "eval_dataset": examples(8)}
-    trainer = Trainer(model, arguments, **data, callbacks=[*callbacks], compute_metrics=compute_metrics)
-    trainer.train(resume_from_checkpoint=resume)
-    return trainer
+def train(model: PeftModel, out: Path, **options) -> Trainer:
+    on_cpu = model.device.type == "cpu"  # bitsandbytes has chosen
+    return tiny_training.train(model, out, causal=True, learning_rate=1e-2, seed=training_seed(), use_cpu=on_cpu, **options)
 
 
 @every_kind
@@ -71,7 +60,7 @@ def test_the_best_checkpoint_is_loaded_at_the_end(tmp_path, llama_base, kind, op
     hits = iter([0.2, 0.9, 0.4])
     model = get_peft_model(load(llama_base, quantization), kind(**options))
     trainer = train(
-        model, tmp_path, compute_metrics=lambda outputs: {"hits": next(hits)}, eval_strategy="steps", eval_steps=2,
+        model, tmp_path, metrics=lambda outputs: {"hits": next(hits)}, eval_strategy="steps", eval_steps=2,
         load_best_model_at_end=True, metric_for_best_model="eval_hits", greater_is_better=True,
     )  # fmt: skip
     best = Path(trainer.state.best_model_checkpoint)

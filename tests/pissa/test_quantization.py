@@ -64,15 +64,6 @@ def test_the_quantized_weight_is_bitsandbytes_own(quantization):
     assert torch.linalg.norm(decoded - matrix) < 0.2 * torch.linalg.norm(matrix)
 
 
-@every_format
-@pytest.mark.parametrize("iterations", [1, 5])
-def test_less_is_missing_than_from_the_quantized_weight_alone(quantization, iterations):
-    matrix = weight()
-    start = quantized_residual(matrix, 12, quantization, iterations, scaling=2.0)
-    error, plain = nuclear(missing(matrix, start, 2.0)), nuclear(matrix - dequantize(quantization.quantize(matrix)))
-    assert error < plain
-
-
 def test_the_error_is_at_most_that_of_the_authors_algorithm():
     matrix, quantization = weight(192, 256), FORMATS["nf4"]
     plain = nuclear(matrix - dequantize(quantization.quantize(matrix)))

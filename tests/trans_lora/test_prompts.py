@@ -65,14 +65,11 @@ def test_a_list_that_begins_with_one_counts_from_there(opening):
     assert [item.text for item in parse_items(f"{opening}1. one\n2. two\n3. three", 6, 7, True)] == ["one", "two"]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        " one\n7. two\n\nI hope that these help! Let me know",
-        " `one`\nAnswer: 1\n7. `two`\n```\n",
-        "\n```python\none\n```\n7. two\nas ",
-    ],
-)
+@pytest.mark.parametrize("text", [
+    " one\n7. two\n\nI hope that these help! Let me know",
+    " `one`\nAnswer: 1\n7. `two`\n```\n",
+    "\n```python\none\n```\n7. two\nas ",
+])  # fmt: skip
 def test_comments_and_backticks_are_no_part_of_an_item(text):
     assert parse_items(text, 6, 10, False, ["a", "b"]) == [Item("one", True), Item("two", True)]
 

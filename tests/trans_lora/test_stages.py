@@ -19,6 +19,16 @@ SMALL = {"num_samples": 12, "save_strategy": "steps", "save_steps": 1}  # of 4 s
 LABELLED = SMALL | {"inputs": {text: answer(text) for text in inputs(17)}, "seeds": ()}  # only trains
 
 
+@pytest.mark.parametrize(("first", "then", "message"), [
+    ({}, {"num_samples": 10, "temperature": 0.5}, "holds a run with another num_samples, temperature"),
+    ({"inputs": inputs(20)}, {"inputs": inputs(20, seed=9)}, "has labels of other inputs"),
+])  # fmt: skip
+def test_a_folder_of_another_transfer_is_refused(tmp_path, first, then, message):
+    transfer(tmp_path, **first).label()
+    with pytest.raises(HfExtError, match=message):
+        transfer(tmp_path, **then).train()
+
+
 def test_one_folder_cannot_be_a_discriminators_and_a_transfers(tmp_path):
     transfer(tmp_path, **SMALL).synthesize()
     args = settings(tmp_path)

@@ -41,16 +41,13 @@ def test_logits_of_answers_alone_give_equal_loss_and_gradients(tmp_path, kind):
     assert seen[1] == places < seen[0] / 2
 
 
-@pytest.mark.parametrize(
-    ("kind", "config", "options"),
-    [
-        ("llama", PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3), {}),
-        ("llama", lora("llama"), {"label_smoothing_factor": 0.1}),
-        ("llama", lora("llama"), {"torch_compile": True}),
-        ("llama", lora("llama"), {"use_liger_kernel": True}),
-        ("t5", lora("t5"), {}),
-    ],
-)
+@pytest.mark.parametrize(("kind", "config", "options"), [
+    ("llama", PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3), {}),
+    ("llama", lora("llama"), {"label_smoothing_factor": 0.1}),
+    ("llama", lora("llama"), {"torch_compile": True}),
+    ("llama", lora("llama"), {"use_liger_kernel": True}),
+    ("t5", lora("t5"), {}),
+])  # fmt: skip
 def test_where_the_loss_needs_all_logits_they_are_computed(tmp_path, kind, config, options):
     (whole, sparing), seen, _ = losses(tmp_path, kind, config, **options)
     assert all(torch.allclose(one, other, atol=1e-5) for one, other in zip(whole, sparing)) and seen[0] == seen[1]
@@ -66,13 +63,8 @@ def test_accumulated_steps_equal_one_step_of_all_samples(tmp_path, kind):
         encoder = Encoder(tokenizer, model, "{input}")
         samples = encoder.samples(inputs(8), ["early"] * 8)
         size = {"per_device_train_batch_size": 8 // steps, "gradient_accumulation_steps": steps, "max_steps": 1}
-        plain = {
-            "optim": "sgd",
-            "learning_rate": 0.1,
-            "lr_scheduler_type": "constant",
-            "max_grad_norm": 0,
-            "save_strategy": "no",
-        }
+        plain = {"optim": "sgd", "learning_rate": 0.1, "lr_scheduler_type": "constant", "max_grad_norm": 0}
+        plain |= {"save_strategy": "no"}
         args = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", remove_unused_columns=False, **size, **plain)
         AnswerTrainer(model, args, encoder.batch, samples, processing_class=tokenizer).train()
         ends.append([p.detach().clone() for p in model.parameters() if p.requires_grad])

@@ -75,15 +75,12 @@ def test_a_discriminator_no_better_than_chance_is_refused(folders, tmp_path, cap
     assert f"The discriminator {tmp_path / 'few'} is no better than chance" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ("", (1000, MEMBERSHIP, 2e-5)),
-        ("--paper 250", (250, PAPERS_MEMBERSHIP, 2e-5)),
-        ("--paper 250 --peft-type prompt_tuning", (250, PAPERS_MEMBERSHIP, 2e-3)),
-        ("--paper 250 --peft-type prompt_tuning --num-samples 9 --learning_rate 1e-4", (9, PAPERS_MEMBERSHIP, 1e-4)),
-    ],
-)
+@pytest.mark.parametrize(("options", "expected"), [
+    ("", (1000, MEMBERSHIP, 2e-5)),
+    ("--paper 250", (250, PAPERS_MEMBERSHIP, 2e-5)),
+    ("--paper 250 --peft-type prompt_tuning", (250, PAPERS_MEMBERSHIP, 2e-3)),
+    ("--paper 250 --peft-type prompt_tuning --num-samples 9 --learning_rate 1e-4", (9, PAPERS_MEMBERSHIP, 1e-4)),
+])  # fmt: skip
 def test_options_take_precedence_over_the_papers_settings(folders, tmp_path, options, expected):
     line = f"--source-model a --source-adapter b --target-model c --seeds {folders / 'seeds.jsonl'} --out e {options}"
     context = get_command(app).commands["transfer"].make_context("transfer", line.split())

@@ -54,9 +54,8 @@ def projected(model, x, task, kind, router, router_input):
     if router == "constant":
         return sum(expert(e) for e in range(EXPERTS)) / EXPERTS
     r = model.router
-    parts = {"task_token": [model.task_tokens, r.task_weight, r.token_weight], "token": [None, r.token_weight]}
     if router_input == "task_token":
-        first, mixed = torch.cat(parts["task_token"][1:], 1), torch.cat([model.task_tokens[task], x])
+        first, mixed = torch.cat([r.task_weight, r.token_weight], 1), torch.cat([model.task_tokens[task], x])
     elif router_input == "token":
         first, mixed = r.token_weight, x
     else:
@@ -117,17 +116,6 @@ def test_sparse_routing_computes_only_the_chosen_experts():
         assert not parameter.grad[unused].any()
 
 
-def test_tasks_are_routed_image_by_image():
-    model = connector()
-    features, grid, tasks = inputs()
-    together, _ = model(features, grid, tasks)
-    for i in range(3):
-        alone, _ = model(features[i : i + 1], grid, tasks[i : i + 1])
-        torch.testing.assert_close(together[i], alone[0])
-    other, _ = model(features, grid, tasks.roll(1))
-    assert not torch.allclose(together, other, atol=1e-4)
-
-
 def test_only_routing_by_task_requires_a_task():
     features, grid, tasks = inputs()
     for options in ({"kind": "mlp"}, {"router": "constant"}, {"router_input": "token"}):
@@ -156,11 +144,16 @@ def test_a_grid_that_cannot_be_divided_is_an_error():
         resample(torch.zeros(1, 12, 2), (3, 4), "avg_pool", 4)
 
 
-def test_soft_weights_do_not_underflow_in_half_precision():
+def test_half_precision_is_close_and_does_not_underflow():
+    features, grid, tasks = inputs()
+    for router in ("soft", "sparse"):
+        out, _ = connector(router=router).to(torch.bfloat16)(features.bfloat16(), grid, tasks)
+        full, _ = connector(router=router)(features, grid, tasks)
+        assert out.dtype == torch.bfloat16 and out.isfinite().all()
+        assert router == "sparse" or (out.float() - full).norm() < 0.02 * full.norm()  # other experts may be chosen
     model = connector().half()
     with torch.no_grad():
         model.router.out_bias.fill_(-30)
-    features, grid, tasks = inputs()
     out, weights = model(features.half(), grid, tasks)
     assert out.isfinite().all() and weights.float().sum(-1).sub(1).abs().max() < 0.01
 
@@ -174,13 +167,3 @@ def test_the_sparse_router_where_pytorch_has_no_grouped_products():
     assert torch.autograd.gradcheck(lambda x: double(x, grid, tasks[:1])[0], (features[:1].double().requires_grad_(),))
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(features, grid, tasks)[0], expected, rtol=1e-5, atol=1e-6)
-
-
-def test_half_precision_is_close():
-    model = connector().to(torch.bfloat16)
-    features, grid, tasks = inputs()
-    out, _ = model(features.bfloat16(), grid, tasks)
-    full, _ = connector()(features, grid, tasks)
-    assert out.dtype == torch.bfloat16 and (out.float() - full).norm() < 0.02 * full.norm()
-    sparse, _ = connector(router="sparse").to(torch.bfloat16)(features.bfloat16(), grid, tasks)
-    assert sparse.dtype == torch.bfloat16 and sparse.isfinite().all()

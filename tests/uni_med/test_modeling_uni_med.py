@@ -10,9 +10,9 @@ import transformers
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from hosts import host
 from safetensors.torch import load_file, save_file
-from tiny_adapters import small_llama
+from tiny_adapters import NF4, small_llama
 from tiny_models import assert_same_weights, gpt2, llama, mixtral, placed, same_bits
-from tiny_uni_med import TOKENS, assert_likeliest, batch, config, image, processor, rows, save_parts, uni_med
+from tiny_uni_med import TOKENS, assert_likeliest, batch, blip2, config, image, processor, rows, save_parts, uni_med
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, BitsAndBytesConfig, pipeline
 
@@ -35,7 +35,7 @@ def logits(model, inputs) -> torch.Tensor:
 # Inputs and outputs
 
 
-def test_the_outputs_have_the_shapes_of_any_language_model(model):
+def test_the_outputs_are_those_of_any_language_model_with_the_loss_of_the_answers(model):
     inputs = batch()
     out = model(**inputs, output_hidden_states=True, output_router_weights=True, use_cache=True)
     size, length = inputs["input_ids"].shape
@@ -49,14 +49,8 @@ def test_the_outputs_have_the_shapes_of_any_language_model(model):
         assert out.router_weights is None
     assert model(**inputs).router_weights is None
     assert model(**inputs, return_dict=False)[0] == out.loss
-
-
-def test_the_loss_is_that_of_the_answers_alone(model):
-    inputs = batch()
-    out = model(**inputs)
     labels = inputs["labels"][:, 1:]
-    expected = F.cross_entropy(out.logits[:, :-1][labels >= 0], labels[labels >= 0])
-    torch.testing.assert_close(out.loss, expected)
+    torch.testing.assert_close(out.loss, F.cross_entropy(out.logits[:, :-1][labels >= 0], labels[labels >= 0]))
 
 
 def test_rows_do_not_see_each_other(model):
@@ -144,16 +138,6 @@ def test_inputs_that_do_not_fit_are_errors():
 # Saving and loading
 
 
-def test_a_saved_model_is_loaded_bit_for_bit(tmp_path, model):
-    model.save_pretrained(tmp_path)
-    for kind in (UniMedForConditionalGeneration, AutoModelForImageTextToText):
-        loaded = kind.from_pretrained(tmp_path)
-        assert_same_weights(model, loaded)
-        assert not loaded.training
-        torch.testing.assert_close(logits(loaded, batch()), logits(model, batch()))
-    assert isinstance(AutoConfig.from_pretrained(tmp_path), UniMedConfig)
-
-
 def test_it_loads_from_shards_in_any_dtype_and_place(tmp_path):
     model = uni_med()
     model.save_pretrained(tmp_path, max_shard_size="100KB")
@@ -189,17 +173,21 @@ HYBRID = transformers.FalconH1Config(  # it computes buffers of its layers
     vocab_size=96, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
     mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=16, mamba_chunk_size=16,
 )  # fmt: skip
+TEXTS = [{"text": text} for text in (llama(tied=True).config, mixtral().config, HYBRID)]
 
 
-@pytest.mark.parametrize("text", [llama(tied=True).config, mixtral().config, HYBRID], ids=["tied", "mixtral", "hybrid"])
-def test_any_language_model_is_saved_and_loaded(tmp_path, text):
-    model = uni_med(text)
+@pytest.mark.parametrize("options", [*KINDS, *TEXTS], ids=["default", *map(str, KINDS[1:]), "tied", "mixtral", "hybrid"])
+def test_a_saved_model_is_loaded_bit_for_bit(tmp_path, options):
+    model = uni_med(**options)
     model.save_pretrained(tmp_path)
-    loaded = UniMedForConditionalGeneration.from_pretrained(tmp_path)
-    assert_same_weights(model, loaded)
-    is_tied = loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight
-    assert is_tied == bool(text.tie_word_embeddings)
-    torch.testing.assert_close(logits(loaded, batch()), logits(model, batch()))
+    for kind in (UniMedForConditionalGeneration, AutoModelForImageTextToText):
+        loaded = kind.from_pretrained(tmp_path)
+        assert_same_weights(model, loaded)
+        assert not loaded.training
+        is_tied = loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight
+        assert is_tied == bool(model.config.text_config.tie_word_embeddings)
+        torch.testing.assert_close(logits(loaded, batch()), logits(model, batch()))
+    assert isinstance(AutoConfig.from_pretrained(tmp_path), UniMedConfig)
 
 
 def test_embeddings_are_resized():
@@ -224,13 +212,10 @@ def test_attention_implementations_agree(tmp_path):
     out, length = eager(**inputs, output_attentions=True), inputs["input_ids"].shape[1]
     assert [tuple(attention.shape) for attention in out.attentions] == [(4, 4, length, length)] * 2
     torch.testing.assert_close(out.logits, logits(model, inputs), rtol=1e-4, atol=1e-5)
-    mixed = UniMedForConditionalGeneration.from_pretrained(
-        tmp_path, attn_implementation={"vision_config": "eager", "text_config": "sdpa"}
-    )
-    assert (mixed.vision_tower.config._attn_implementation, mixed.language_model.config._attn_implementation) == (
-        "eager",
-        "sdpa",
-    )
+    kinds = {"vision_config": "eager", "text_config": "sdpa"}
+    mixed = UniMedForConditionalGeneration.from_pretrained(tmp_path, attn_implementation=kinds)
+    for part, kind in zip((mixed.vision_tower, mixed.language_model), kinds.values()):
+        assert part.config._attn_implementation == kind
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -249,38 +234,33 @@ def test_gradient_checkpointing_gives_the_same_gradients(reentrant):
 
 # Generation
 
+WAYS = [{}, {"use_cache": False}, {"cache_implementation": "static"}]
+CHUNKS = pytest.param({"prefill_chunk_size": 5}, marks=host("transformers>=5.24"))
+NARROW = transformers.OPTConfig(  # its embeddings are narrower than its hidden states
+    vocab_size=96, hidden_size=32, word_embed_proj_dim=16, ffn_dim=48, num_hidden_layers=1, num_attention_heads=2
+)
+LINEAR = transformers.MambaConfig(vocab_size=96, hidden_size=64, state_size=8, num_hidden_layers=2)  # its cache has no length
 
-def assert_rows_are_written_as_alone(model, options: dict) -> None:
-    written = model.generate(**batch(answers=False), **options)[:, -options["max_new_tokens"] :]
+
+@pytest.mark.parametrize("options", [*WAYS, CHUNKS], ids=str)
+def test_generating_takes_the_most_likely_token_each_time(model, options):
+    inputs = batch(answers=False)
+    ids = model.generate(**inputs, **GREEDY, **options)
+    assert ids.shape[1] == inputs["input_ids"].shape[1] + 6
+    assert_likeliest(model, inputs, ids)
+
+
+@pytest.mark.parametrize(("options", "tokens"), [
+    *((options, 6) for options in (*KINDS, {"text": NARROW})),
+    ({"text": gpt2().config}, 3),
+    pytest.param({"text": LINEAR}, 6, marks=host("transformers>=5.24")),
+], ids=[*map(str, KINDS), "narrow embeddings", "gpt2", "mamba"])  # fmt: skip
+def test_generating_does_not_depend_on_padding(options, tokens):
+    model = uni_med(**options)
+    written = model.generate(**batch(answers=False), **GREEDY | {"max_new_tokens": tokens})[:, -tokens:]
     for i, row in enumerate(rows()):
         alone = batch(False, [row])
         assert_likeliest(model, alone, torch.cat([alone["input_ids"], written[i : i + 1]], 1))
-
-
-def test_generating_takes_the_most_likely_token_each_time(model):
-    inputs = batch(answers=False)
-    for options in ({}, {"use_cache": False}, {"cache_implementation": "static"}):
-        ids = model.generate(**inputs, **GREEDY, **options)
-        assert ids.shape[1] == inputs["input_ids"].shape[1] + 6
-        assert_likeliest(model, inputs, ids)
-
-
-def test_generating_does_not_depend_on_padding(model):
-    assert_rows_are_written_as_alone(model, GREEDY)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"num_beams": 4, "num_return_sequences": 2}, {"do_sample": True, "top_k": 5, "num_return_sequences": 3}],
-    ids=str,
-)
-def test_every_way_of_generation_works(options):
-    model, inputs = uni_med(), batch(answers=False)
-    torch.manual_seed(0)
-    out = model.generate(**inputs, **GREEDY | options, return_dict_in_generate=True, output_scores=True, output_logits=True)
-    count, length = inputs["input_ids"].shape
-    assert out.sequences.shape == (count * options["num_return_sequences"], length + 6)
-    assert len(out.scores) == len(out.logits) == 6
 
 
 def test_text_alone_is_generated_as_by_the_language_model():
@@ -302,22 +282,15 @@ def test_images_can_be_encoded_beforehand():
     assert_likeliest(model, inputs, model.generate(**text, mm_encoder_outputs={"image": images}, **GREEDY))
 
 
-@host("transformers>=5.24")
-def test_prompts_are_read_in_chunks(model):
-    inputs = batch(answers=False)
-    assert_likeliest(model, inputs, model.generate(**inputs, **GREEDY, prefill_chunk_size=5))
-
-
 # Other towers, other language models, quantization
 
 
 def test_a_model_of_two_pretrained_parts(tmp_path):
     vision, text = save_parts(tmp_path)
     joined = UniMedForConditionalGeneration.from_vision_text_pretrained(vision, text, connector="moe_mlp", router="sparse")
-    assert (joined.config.router, joined.config.image_token_id) == ("sparse", UniMedProcessor.from_vision_text_pretrained(
-        vision, text).image_token_id)  # fmt: skip
-    assert_same_weights(joined.language_model, llama())
     make = UniMedProcessor.from_vision_text_pretrained(vision, text)
+    assert (joined.config.router, joined.config.image_token_id) == ("sparse", make.image_token_id)
+    assert_same_weights(joined.language_model, llama())
     inputs = make(images=image(), text="what is there ?", task="cls", return_tensors="pt")
     expected = logits(joined, inputs)
     joined.save_pretrained(tmp_path / "both")
@@ -340,25 +313,21 @@ TOWERS = {  # by name: class, fields of its configuration
     "registers": ("Dinov2WithRegisters", {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2} | PATCHED),
     "swin": ("Swin", {"embed_dim": 16, "depths": [1, 1], "num_heads": [1, 2], "window_size": 4} | PATCHED | {"patch_size": 2}),
     "convnext": ("ConvNext", {"num_stages": 2, "hidden_sizes": [16, 32], "depths": [1, 1], "image_size": 32}),
-    "blip2": (
-        "Blip2",
-        {
-            "vision_config": SMALL | PATCHED | {"initializer_range": 0.02},
-            "qformer_config": SMALL | {"encoder_hidden_size": 32, "vocab_size": 99},
-            "text_config": {"model_type": "opt", "vocab_size": 99, "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 1}
-            | {"num_attention_heads": 2, "word_embed_proj_dim": 32},
-        },
-    ),
-}  # fmt: skip
+}
 
 
-@pytest.mark.parametrize("kind", TOWERS)
-def test_any_vision_tower_serves(tmp_path, kind):
+def tower_of(kind: str) -> transformers.PreTrainedModel:
+    if kind == "blip2":
+        return blip2()
     torch.manual_seed(0)
     name, fields = TOWERS[kind]
     options = {"add_pooling_layer": False} if kind == "swin" else {}
-    suffix = "ForConditionalGeneration" if kind == "blip2" else "Model"
-    tower = getattr(transformers, f"{name}{suffix}")(getattr(transformers, f"{name}Config")(**fields), **options).eval()
+    return getattr(transformers, f"{name}Model")(getattr(transformers, f"{name}Config")(**fields), **options)
+
+
+@pytest.mark.parametrize("kind", [*TOWERS, "blip2"])
+def test_any_vision_tower_serves(tmp_path, kind):
+    tower = tower_of(kind).eval()
     tower.save_pretrained(tmp_path / "vision")
     transformers.BlipImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained(tmp_path / "vision")
     _, text = save_parts(tmp_path / "parts", gpt=True)
@@ -412,32 +381,11 @@ def test_images_of_another_size_are_interpolated():
     assert model.generate(ids, **options, **GREEDY).shape == (1, 24)
 
 
-NARROW = transformers.OPTConfig(  # its embeddings are narrower than its hidden states
-    vocab_size=96, hidden_size=32, word_embed_proj_dim=16, ffn_dim=48, num_hidden_layers=1, num_attention_heads=2
-)
-
-
-LINEAR = transformers.MambaConfig(vocab_size=96, hidden_size=64, state_size=8, num_hidden_layers=2)  # its cache has no length
-
-
-@pytest.mark.parametrize(
-    ("text", "tokens"),
-    [(NARROW, 6), (gpt2().config, 3), pytest.param(LINEAR, 6, marks=host("transformers>=5.24"))],
-    ids=["narrow embeddings", "gpt2", "mamba"],
-)
-def test_other_language_models_generate(text, tokens):
-    assert_rows_are_written_as_alone(uni_med(text), GREEDY | {"max_new_tokens": tokens})
-
-
 def test_bitsandbytes_skips_the_connector(tmp_path):
     model = uni_med(small_llama().config)
     model.save_pretrained(tmp_path)
-    loaded = UniMedForConditionalGeneration.from_pretrained(
-        tmp_path,
-        quantization_config=BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", llm_int8_skip_modules=["vision_tower", "lm_head"]
-        ),
-    )
+    nf4 = BitsAndBytesConfig(**NF4, llm_int8_skip_modules=["vision_tower", "lm_head"])
+    loaded = UniMedForConditionalGeneration.from_pretrained(tmp_path, quantization_config=nf4)
     kinds = {name: type(p).__name__ for name, p in loaded.named_parameters()}
     assert {name for name, kind in kinds.items() if kind == "Params4bit"} == {
         name for name in kinds if "language_model.model.layers" in name and "proj" in name
@@ -464,22 +412,18 @@ def test_the_defaults_are_the_papers_model():
     assert sum(p.numel() for p in model.vision_tower.parameters()) == pytest.approx(986e6, rel=0.01)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"connector": "moe"}, "connector"),
-        ({"router": "softmax"}, "router"),
-        ({"router": "hard", "num_experts": 3}, "num_experts=3 is less than the 5 tasks"),
-        ({"router": "sparse", "num_experts_per_tok": 6}, "num_experts_per_tok=6 is not within 1…5"),
-        ({"router": "sparse", "resampling": "avg_pool", "vision_config": {"model_type": "vit", "hidden_size": 36}}, "of 8"),
-        ({"resampling": "avg_pool", "resampling_rate": 3}, "square number of tokens"),
-        ({"resampling_rate": 0}, "each must be 1 or more"),
-        ({"tasks": ["vqa", "vqa"]}, "each only once"),
-        ({"tasks": ["vqa", "qa"]}, "not 'qa', which has no image"),
-        ({"vision_config": {"model_type": "efficientnet"}, "router": "sparse"}, "has no hidden_size"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"connector": "moe"}, "connector"),
+    ({"router": "softmax"}, "router"),
+    ({"router": "hard", "num_experts": 3}, "num_experts=3 is less than the 5 tasks"),
+    ({"router": "sparse", "num_experts_per_tok": 6}, "num_experts_per_tok=6 is not within 1…5"),
+    ({"router": "sparse", "resampling": "avg_pool", "vision_config": {"model_type": "vit", "hidden_size": 36}}, "of 8"),
+    ({"resampling": "avg_pool", "resampling_rate": 3}, "square number of tokens"),
+    ({"resampling_rate": 0}, "each must be 1 or more"),
+    ({"tasks": ["vqa", "vqa"]}, "each only once"),
+    ({"tasks": ["vqa", "qa"]}, "not 'qa', which has no image"),
+    ({"vision_config": {"model_type": "efficientnet"}, "router": "sparse"}, "has no hidden_size"),
+], ids=str)  # fmt: skip
 def test_settings_that_do_not_fit_are_errors(options, message):
     with pytest.raises(Exception, match=message):
         UniMedConfig(**options)

@@ -199,33 +199,29 @@ def test_images_that_are_broken_or_not_rgb_are_errors(tmp_path):
             processor()(images=[None, picture], text=["is", "what ?"], task=["qa", "cls"])
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        ({"text": ["is", "what ?"], "task": ["qa", "clss"]}, "Sample 1: there is no task 'clss'; they are vqa, refer"),
-        ({"text": "[cls] what ?", "task": "vqa", "images": image()}, r"the task token \[cls\]. Leave it out; task='vqa'"),
-        ({"text": ["what ?"] * 2, "task": "cls", "images": [1]}, "There are 1 images for 2 texts"),
-        ({"text": ["what ?"] * 2, "task": "cls", "images": [image(), None]}, "Sample 1: the task 'cls' needs an image"),
-        ({"text": ["what ?"] * 2, "task": "qa", "images": [None, image()]}, "Sample 1: the task 'qa' is without images"),
-        ({"text": "what ?", "images": image()}, "Sample 0: 1 images, but <image> occurs 0 times in the text"),
-        ({"text": ["<image>", "<image> <image>"], "images": [image()] * 2}, r"2 images, but <image> occurs 3 times .*\[1, 2\]"),
-        ({"text": ["<image>", "<image> <image>"], "images": [[image()], [image()]]}, "Sample 1: 1 images, but <image>"),
-        ({"text": "<image> what ?", "images": image(), "task": "vqa"}, "Sample 0: with task=, images take their place by"),
-        ({"text": ["[cls] <image>", "<image>"], "images": [image()] * 2}, "Some samples with images have a task"),
-        ({"text": ["is", "is " * 63], "task": "qa"}, "Sample 1: 65 tokens, but the context has 64"),
-        ({"text": ["is", "is this"], "task": "qa", "max_length": 3}, "Sample 1: 4 tokens, but the context has 3"),
-        ({"text": ["is", "is"], "task": "qa", "answers": ["yes"]}, "There are 1 answers for 2 texts"),
-        ({"text": ["is", "is"], "task": ["qa"]}, "There are 1 tasks for 2 texts"),
-        ({"text": ["is", 3], "task": "qa"}, "Sample 1: the text is a int"),
-        ({"text": "is", "task": "qa", "truncation": True}, "truncation=True is not supported"),
-        ({"images": image()}, "There is no text"),
-        ({"text": []}, "There are no texts"),
-        ({"text": ["is", "is"], "task": "qa", "answers": ["yes", None]}, "Sample 1: the answer is None"),
-        ({"text": ["is", "is"], "task": "qa", "answers": ["yes", "<image>"]}, "Sample 1: the answer is '<image>', not a text"),
-        ({"text": "is", "task": "cls", "images": np.zeros((9, 9, 3), "float32")}, "Sample 0: the image is an array of float32"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)  # fmt: skip
+@pytest.mark.parametrize(("call", "message"), [
+    ({"text": ["is", "what ?"], "task": ["qa", "clss"]}, "Sample 1: there is no task 'clss'; they are vqa, refer"),
+    ({"text": "[cls] what ?", "task": "vqa", "images": image()}, r"the task token \[cls\]. Leave it out; task='vqa'"),
+    ({"text": ["what ?"] * 2, "task": "cls", "images": [1]}, "There are 1 images for 2 texts"),
+    ({"text": ["what ?"] * 2, "task": "cls", "images": [image(), None]}, "Sample 1: the task 'cls' needs an image"),
+    ({"text": ["what ?"] * 2, "task": "qa", "images": [None, image()]}, "Sample 1: the task 'qa' is without images"),
+    ({"text": "what ?", "images": image()}, "Sample 0: 1 images, but <image> occurs 0 times in the text"),
+    ({"text": ["<image>", "<image> <image>"], "images": [image()] * 2}, r"2 images, but <image> occurs 3 times .*\[1, 2\]"),
+    ({"text": ["<image>", "<image> <image>"], "images": [[image()], [image()]]}, "Sample 1: 1 images, but <image>"),
+    ({"text": "<image> what ?", "images": image(), "task": "vqa"}, "Sample 0: with task=, images take their place by"),
+    ({"text": ["[cls] <image>", "<image>"], "images": [image()] * 2}, "Some samples with images have a task"),
+    ({"text": ["is", "is " * 63], "task": "qa"}, "Sample 1: 65 tokens, but the context has 64"),
+    ({"text": ["is", "is this"], "task": "qa", "max_length": 3}, "Sample 1: 4 tokens, but the context has 3"),
+    ({"text": ["is", "is"], "task": "qa", "answers": ["yes"]}, "There are 1 answers for 2 texts"),
+    ({"text": ["is", "is"], "task": ["qa"]}, "There are 1 tasks for 2 texts"),
+    ({"text": ["is", 3], "task": "qa"}, "Sample 1: the text is a int"),
+    ({"text": "is", "task": "qa", "truncation": True}, "truncation=True is not supported"),
+    ({"images": image()}, "There is no text"),
+    ({"text": []}, "There are no texts"),
+    ({"text": ["is", "is"], "task": "qa", "answers": ["yes", None]}, "Sample 1: the answer is None"),
+    ({"text": ["is", "is"], "task": "qa", "answers": ["yes", "<image>"]}, "Sample 1: the answer is '<image>', not a text"),
+    ({"text": "is", "task": "cls", "images": np.zeros((9, 9, 3), "float32")}, "Sample 0: the image is an array of float32"),
+], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
 def test_invalid_samples_are_errors_that_name_the_sample(call, message):
     with pytest.raises(ValueError, match=message):
         processor()(**call)
