@@ -15,14 +15,8 @@ the weights must then stay the same.
 """
 
 import inspect
-import json
-import os
-import socket
-import subprocess
-import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -31,6 +25,7 @@ from pathlib import Path
 
 import parts.packages  # noqa: F401  # names a package that is missing
 import torch
+from parts.vllm_server import RunningServer
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -99,39 +94,12 @@ class SecondCopy:
         """Does nothing: there is nothing to close."""
 
 
-class VLLM:
+class VLLM(RunningServer):
     """A vLLM server in a process of its own."""
 
     def __init__(self, model: str, tokenizer: PreTrainedTokenizerBase, place: str):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.url = f"http://127.0.0.1:{free.getsockname()[1]}"
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", "model"]
-        command += ["--host", "127.0.0.1", "--port", self.url.rpartition(":")[2], "--max-model-len", "512", "--enforce-eager"]
-        command += ["--weight-transfer-config", '{"backend": "hf_ext"}', "--dtype", "bfloat16"]
-        environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_PLUGINS": "hf_ext"} | os.environ
-        self.folder = tempfile.TemporaryDirectory()
-        log = Path(self.folder.name, "vllm.log")
-        # The working directory is not that of this script: a checkout's own metadata would hide the plugin.
-        self.process = subprocess.Popen(
-            command, env=environment, cwd=self.folder.name, stdout=log.open("w"), stderr=subprocess.STDOUT
-        )
-        self.tokenizer, self.server = tokenizer, VLLMServer(self.url, place)
-        print("vLLM is starting …", flush=True)
-        while True:
-            try:
-                self.call("/v1/models")
-                break
-            except OSError:
-                if self.process.poll() is not None:
-                    raise SystemExit(f"vLLM did not start:\n{log.read_text()[-3000:]}") from None
-                time.sleep(0.5)
-
-    def call(self, path: str, content: dict | None = None) -> dict:
-        body = json.dumps(content).encode() if content else None
-        request = urllib.request.Request(self.url + path, body, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=300) as response:
-            return json.load(response)
+        super().__init__(model)
+        self.server = VLLMServer(self.url, place)
 
     def update(self, step: int) -> None:
         self.server.update(step)
@@ -147,11 +115,6 @@ class VLLM:
     def answer(self) -> str:
         answer = self.call("/v1/completions", {"model": "model", "prompt": PROMPT, "max_tokens": 6, "temperature": 0})
         return answer["choices"][0]["text"]
-
-    def close(self) -> None:
-        self.process.terminate()
-        self.process.wait(60)
-        self.folder.cleanup()
 
 
 def plot(sizes: dict[int, int], whole: int, file: str) -> None:

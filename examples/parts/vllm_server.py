@@ -15,10 +15,11 @@ class RunningServer:
     """Starts vLLM with a model, under the name `served`, on a free port. `close` ends it."""
 
     def __init__(self, model: str, served: str = "model", max_length: int = 512):
+        model = os.path.abspath(model) if os.path.isdir(model) else model
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.url = f"http://127.0.0.1:{free.getsockname()[1]}"
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", os.path.abspath(model) if os.path.isdir(model) else model]
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
         command += ["--served-model-name", served, "--host", "127.0.0.1", "--port", self.url.rpartition(":")[2]]
         command += ["--max-model-len", str(max_length), "--enforce-eager", "--dtype", "bfloat16"]
         command += ["--weight-transfer-config", '{"backend": "hf_ext"}']

@@ -3,6 +3,7 @@ from .memory import Piece as Piece
 from .places import Place as Place
 from .publisher import Publisher as Publisher
 from .rows import Rows as Rows
+from .servers import SGLangPullServer as SGLangPullServer
 from .servers import SGLangServer as SGLangServer
 from .servers import VLLMServer as VLLMServer
 from .servers import follow as follow

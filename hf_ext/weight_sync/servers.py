@@ -18,7 +18,7 @@ from urllib.request import Request, urlopen
 from hf_ext.errors import HfExtError, ServerError
 from hf_ext.weight_sync.checkpoint import LocalCheckpoint
 from hf_ext.weight_sync.places import Folder, Place, open_place
-from hf_ext.weight_sync.subscriber import Subscriber
+from hf_ext.weight_sync.sglang_layout import VersionReader, open_reader
 
 logger = logging.getLogger(__name__)
 
@@ -192,6 +192,54 @@ class SGLangServer(_Server):
         self._call("update_weights_from_disk", {"model_path": str(self.checkpoint)} | options)
 
 
+class SGLangPullServer(_Server):
+    """A running SGLang server with `/pull_weights`, which reads steps of `Publisher(place, layout="sglang", …)`.
+
+    Released versions of SGLang lack the call; slime and miles add it. The server pulls a step while it serves.
+
+    Args:
+        url: address of the server.
+        place: folder of the steps, which the server must see under the same name.
+        folder: folder on the server's machine for its copy of the model, which it makes and changes.
+        requests, api_key: as for `SGLangServer`; "retract" runs the requests again, and "in_place" continues them.
+    """
+
+    _info = "model_info"
+    _unsuitable = "it cannot pull weights. Use LocalCheckpoint with SGLangServer, which any SGLang server can follow."
+
+    def __init__(
+        self,
+        url: str,
+        place: str | os.PathLike,
+        folder: str | os.PathLike,
+        requests: Literal["abort", "retract", "in_place"] = "retract",
+        api_key: str | None = None,
+    ):
+        super().__init__(url, api_key)
+        self.reader, self.folder, self.requests = VersionReader(Folder(os.path.abspath(place))), os.fspath(folder), requests
+
+    def prepare(self, step: int) -> None:
+        """Lets the server change its copy of the model, which it loads later.
+
+        Raises:
+            CheckpointError: the step is not at the place.
+            ServerError: the server cannot be reached, or cannot read the step; the message contains its answer.
+        """
+        content = {"local_checkpoint_dir": self.folder, "source_dir": str(self.reader.place)}
+        self._call("pull_weights", content | {"target_version": self.reader.number(step)})
+
+    def update(self, step: int) -> None:
+        """Brings the server to a step, for which it pauses once it has pulled it. Errors are those of `prepare`."""
+        self.prepare(step)
+        try:
+            self._call("pause_generation", {"mode": self.requests})
+            if self.requests != "in_place":
+                self._call("flush_cache", {})
+            self._call("update_weights_from_disk", {"model_path": self.folder, "weight_version": str(step)})
+        finally:
+            self._call("continue_generation", {})
+
+
 def follow(
     place: str | os.PathLike | Place,
     servers: Sequence[Follower],
@@ -219,7 +267,7 @@ def follow(
     Raises:
         HfExtError, OSError: a server, a checkpoint or the place has failed for `give_up_after` seconds.
     """
-    subscriber, reading = Subscriber(place), _Attempts(poll_interval, give_up_after, tell)
+    reader, reading = open_reader(place), _Attempts(poll_interval, give_up_after, tell)
     attempts = [_Attempts(poll_interval, give_up_after, tell) for _ in servers]
     reached = [-1 for _ in servers]  # their steps; -1: none, or unknown
     running: dict[int, tuple[int, Future[str]]] = {}  # by the server's number: the step that it is being brought to
@@ -230,7 +278,8 @@ def follow(
         while True:
             next_look = time.monotonic() + poll_interval
             if reading.is_due():
-                steps = reading.result(subscriber.steps, "The place is read again.")
+                reader = open_reader(place) if newest < 0 else reader  # in the layout that is there by now
+                steps = reading.result(reader.steps, "The place is read again.")
                 newest = max(steps or (), default=-1)
                 if steps == [] and is_first_look:
                     tell(f"{place} has no steps yet. Waiting for the first.")

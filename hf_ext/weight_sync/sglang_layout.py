@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -29,11 +29,12 @@ from hf_ext.storage.files import copy, staged_folder, write_json
 from hf_ext.storage.hub import OTHER_WEIGHTS
 from hf_ext.storage.layout import INDEX, INDICES, OWN_FOLDER, SINGLE, WEIGHTS
 from hf_ext.storage.prefetch import Prefetcher
-from hf_ext.storage.safetensors_file import Entry, RawTensor, SafetensorsFile, write_header
+from hf_ext.storage.safetensors_file import Entry, RawTensor, SafetensorsFile, torch_dtype, write_header
+from hf_ext.storage.source import TensorSource
 from hf_ext.storage.weights import KEY, open_weights
 from hf_ext.weight_sync.places import Folder, Place, open_place
 from hf_ext.weight_sync.rows import Weights, equal, local_rows, split
-from hf_ext.weight_sync.subscriber import Subscriber
+from hf_ext.weight_sync.subscriber import Allocate, Subscriber, allocate_here
 
 logger = logging.getLogger(__name__)
 
@@ -111,12 +112,14 @@ def read_versions(folder: Path, read: Mapping[int, Version] | None = None) -> di
     return {number: version for number, version in versions.items() if version}
 
 
-def open_reader(place: str | os.PathLike | Place) -> Subscriber | VersionReader:
+def open_reader(
+    place: str | os.PathLike | Place, allocate: Allocate | None = None, base: Callable[[], TensorSource] | None = None
+) -> Subscriber | VersionReader:
     """Returns a reader of the steps at a place, in whichever layout they are. If nothing is there yet, a `Subscriber`."""
     place = open_place(place)
     if isinstance(place, Folder) and any(VERSION.fullmatch(name) for name in _listing(place.path)):
-        return VersionReader(place)
-    return Subscriber(place)
+        return VersionReader(place, allocate, base)
+    return Subscriber(place, allocate)
 
 
 class VersionReader:
@@ -125,13 +128,19 @@ class VersionReader:
     The tensors must at first be those of version 0, or of any later one, unless a version with all weights leads to the step.
     A version's step is that of the training if hf_ext published it, otherwise the version's number.
 
+    Args:
+        allocate: as for `Subscriber`.
+        base: opens version 0, for the copies that this object keeps if the caller gives no tensors.
+
     Attributes:
-        is_mixed, changed: as of `Subscriber`.
+        is_mixed, tensors, changed: as of `Subscriber`.
     """
 
-    def __init__(self, place: Folder):
+    def __init__(self, place: Folder, allocate: Allocate | None = None, base: Callable[[], TensorSource] | None = None):
         _zstandard()
         self.place, self.is_mixed = place, False
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._allocate, self._base = allocate or allocate_here, base
         self.changed: set[str] = set()
         self.step: int | None = None
         self._number: int | None = None  # version of the tensors; None if it is not known
@@ -146,34 +155,55 @@ class VersionReader:
         """
         return [*self._steps()]
 
-    def update(self, named_tensors: Mapping[str, torch.Tensor], step: int | None = None, strict: bool = True) -> int:
-        """Updates contiguous tensors in CPU memory to a step, by default the newest. Returns the step.
+    def number(self, step: int | None) -> int:
+        """Returns the number of a step's version, by default the newest. Raises CheckpointError if it is not at the place."""
+        steps = self._steps()
+        step = max(steps, default=None) if step is None else step
+        if step is None or step not in steps:
+            there = f"there are {min(steps)} to {max(steps)}" if steps else "there are none"
+            raise CheckpointError(f"Step {step} is not, or no longer, at {self.place}: {there}.")
+        return steps[step]
+
+    def update(
+        self, named_tensors: Mapping[str, torch.Tensor] | None = None, step: int | None = None, strict: bool = True
+    ) -> int:
+        """Updates contiguous tensors in CPU memory, by default those of `tensors`, to a step, by default the newest.
 
         Raises:
             CheckpointError: the step is not there, or the tensors do not fit the published ones.
             CorruptFileError: files are missing or damaged, or the tensors are those of another model. They are unchanged.
         """
-        steps = self._steps()
-        if not steps or (step is not None and step not in steps):
-            there = f"there are {min(steps)} to {max(steps)}" if steps else "there are none"
-            raise CheckpointError(f"Step {step} is not, or no longer, at {self.place}: {there}.")
-        step = max(steps) if step is None else step
+        number = self.number(step)
+        step = self._versions[number].step
+        if named_tensors is None:
+            named_tensors = self.tensors = self.tensors or self._copies()
         memories = {name: _memory(name, tensor) for name, tensor in named_tensors.items()}
         try:
-            ways = self._ways(steps[step], memories, self._number)
+            ways = self._ways(number, memories, self._number)
         except CorruptFileError as error:
             if self._number is None:
                 raise
             logger.warning(f"{error} All tensors are compared with the versions.")
             self._versions = {}
-            steps = self._steps()
-            ways = self._ways(steps[step], memories, None)
+            number = self.number(step)
+            ways = self._ways(number, memories, None)
         self._number, self.step, self.is_mixed = None, None, True
         sizes = {name: memories[name].size for name in ways}
         for _ in Prefetcher(lambda name: _change(memories[name], *ways[name]), sizes):
             pass
-        self._number, self.step, self.is_mixed, self.changed = steps[step], step, False, {*ways}
+        self._number, self.step, self.is_mixed, self.changed = number, step, False, {*ways}
         return step
+
+    def _copies(self) -> dict[str, torch.Tensor]:
+        """Returns new tensors with the values of version 0."""
+        assert self._base is not None
+        base = self._base()
+        entries = {name: base.entry(name) for name in base.names()}
+        tensors = self._allocate({name: (torch_dtype(entry.dtype), entry.shape) for name, entry in entries.items()})
+        for name, raw in Prefetcher(base.read, {name: entry.nbytes for name, entry in entries.items()}):
+            _memory(name, tensors[name])[:] = raw.data
+            base.release(name)
+        return tensors
 
     def _steps(self) -> dict[int, int]:
         """Returns the number of the version for each step. A training that was resumed replaces the steps that it repeats."""

@@ -20,6 +20,8 @@ from hf_ext.weight_sync.shared_memory import Kind
 
 logger = logging.getLogger(__name__)
 
+Allocate = Callable[[Mapping[str, Kind]], dict[str, torch.Tensor]]
+
 
 class Subscriber:
     """Reads the steps that a `Publisher` writes to a place.
@@ -40,10 +42,10 @@ class Subscriber:
     def __init__(
         self,
         place: str | os.PathLike | Place,
-        allocate: Callable[[Mapping[str, Kind]], dict[str, torch.Tensor]] | None = None,
+        allocate: Allocate | None = None,
     ):
         self.place = open_place(place)
-        self._allocate = allocate or _allocate
+        self._allocate = allocate or allocate_here
         self.is_mixed = False
         self.tensors: dict[str, torch.Tensor] = {}
         self.changed: set[str] = set()
@@ -178,7 +180,7 @@ class Subscriber:
         self._state, self.is_mixed = plan.state, False
 
 
-def _allocate(kinds: Mapping[str, Kind]) -> dict[str, torch.Tensor]:
+def allocate_here(kinds: Mapping[str, Kind]) -> dict[str, torch.Tensor]:
     return {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in kinds.items()}
 
 

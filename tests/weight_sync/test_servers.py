@@ -16,7 +16,7 @@ from tiny_runs import publish, same, weights
 
 from hf_ext.cli.main import main
 from hf_ext.errors import CheckpointError, ServerError
-from hf_ext.weight_sync import LocalCheckpoint, Publisher, SGLangServer, VLLMServer, servers
+from hf_ext.weight_sync import LocalCheckpoint, Publisher, SGLangPullServer, SGLangServer, VLLMServer, servers
 from hf_ext.weight_sync.servers import follow
 
 READY, READING = {"is_ready": True, "error": None}, {"is_ready": False, "error": None}
@@ -278,3 +278,31 @@ def write_config(folder: Path) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text('{"model_type": "llama"}')
     return folder
+
+
+def test_a_server_pulls_a_step_before_it_pauses(http: ThreadingHTTPServer, tmp_path: Path):
+    save_file(weights(0), write_config(tmp_path / "model") / "model.safetensors")
+    publish(tmp_path / "run", range(2), layout="sglang", base=tmp_path / "model")
+    server = SGLangPullServer(http.url, tmp_path / "run", "/shm/model", api_key="key")
+    assert follow(tmp_path / "run", [server], stop_at_step=1, poll_interval=0.01) == 1 and server.has(1)
+    pull = {"local_checkpoint_dir": "/shm/model", "source_dir": str(tmp_path / "run"), "target_version": 2}
+    assert [(path, json.loads(text)) for path, text, _ in http.requests] == [
+        ("/pull_weights", pull),
+        ("/pull_weights", pull),
+        ("/pause_generation", {"mode": "retract"}),
+        ("/flush_cache", {}),
+        ("/update_weights_from_disk", {"model_path": "/shm/model", "weight_version": "1"}),
+        ("/continue_generation", {}),
+    ]
+    http.requests.clear()
+    http.answers["/update_weights_from_disk"] = 400
+    with pytest.raises(ServerError, match="refused /update_weights_from_disk: 400 what went wrong"):
+        server.update(0)
+    assert http.requests[-1][0] == "/continue_generation"
+    http.requests.clear()
+    http.answers["/pull_weights"] = 404
+    with pytest.raises(ServerError, match="cannot pull weights. Use LocalCheckpoint with SGLangServer"):
+        server.update(1)
+    with pytest.raises(CheckpointError, match="Step 7 is not"):
+        server.update(7)
+    assert [path for path, *_ in http.requests] == ["/pull_weights"]

@@ -65,6 +65,24 @@ def test_a_server_takes_each_step(server: VllmServer, folder: Path, expected: di
     assert server.digests() == expected["one"]["digests"]
 
 
+def test_steps_in_sglangs_layout_begin_with_the_servers_model(server: VllmServer, folder: Path, expected: dict):
+    place = folder / "versions"
+    remote = VLLMServer(server.url, place, api_key="secret")
+    with Publisher(place, layout="sglang", base=folder / "two", anchor_every=3) as run:
+        for step, model in enumerate(("two", "one", "base", "half")):
+            run.publish(weights(folder, model), 10 * step)
+            run.wait()
+            remote.update(10 * step)
+            assert server.digests() == expected[model]["digests"]
+            assert version(server) == str(10 * step)
+        (place / "weight_v000004/model.safetensors.index.json").rename(folder / "away")
+        remote.update(20)  # back to an older one
+        assert server.digests() == expected["base"]["digests"]
+        with pytest.raises(ServerError, match="Step 30 is not, or no longer"):
+            remote.update(30)
+    assert server.digests() == expected["base"]["digests"]
+
+
 def test_a_step_that_cannot_be_read_changes_nothing(server: VllmServer, folder: Path, expected: dict):
     place = folder / "damaged"
     remote = VLLMServer(server.url, place, api_key="secret")
@@ -152,7 +170,7 @@ class Worker(weight_transfer.PlaceEngine):
     def __init__(self, update: Callable[[int], None] = lambda step: None):
         self._rank = self._first = 0
         self._place, self._shared, self._thread, self._unloaded = "place", None, ThreadPoolExecutor(1), {"x"}
-        self._subscriber = SimpleNamespace(update=update, tensors={"x": torch.ones(1)}, changed={"x"})
+        self._reader = SimpleNamespace(update=update, tensors={"x": torch.ones(1)}, changed={"x"})
         self.loads = []
         self._load = lambda tensors, names: self.loads.append(names)
 

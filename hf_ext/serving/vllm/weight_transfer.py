@@ -21,9 +21,11 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from hf_ext.serving.stored_models import StoredModel
 from hf_ext.serving.vllm.models import whole_layers
 from hf_ext.storage.hub import absolute_path
 from hf_ext.weight_sync.publisher import Publisher
+from hf_ext.weight_sync.sglang_layout import VersionReader, open_reader
 from hf_ext.weight_sync.shared_memory import SharedTensors, machine
 from hf_ext.weight_sync.subscriber import Subscriber
 
@@ -58,7 +60,7 @@ class PlaceEngine(WeightTransferEngine[PlaceInitInfo, PlaceUpdateInfo]):
     update_info_cls = PlaceUpdateInfo
     supports_draft_weight_update = False
     _place: str | None = None
-    _subscriber: Subscriber | None = None  # of the first worker
+    _reader: Subscriber | VersionReader | None = None  # of the first worker
     _reading: tuple[int, Future[None]] | None = None  # the step that is, or was, read since the last commit
     _unloaded: set[str] | None = None  # the names that steps have changed since the last load; None: all
 
@@ -77,7 +79,7 @@ class PlaceEngine(WeightTransferEngine[PlaceInitInfo, PlaceUpdateInfo]):
         self.shutdown()
         self._place = init_info.place
         if self._rank == self._first:
-            self._subscriber = Subscriber(self._place, self._shared.allocate if self._shared else None)
+            self._reader = self._open_reader(init_info.place)
 
     def prepare(self, place: str, step: int) -> dict[str, Any]:
         """Starts to read a step, which changes nothing that is served, and returns at once.
@@ -88,8 +90,8 @@ class PlaceEngine(WeightTransferEngine[PlaceInitInfo, PlaceUpdateInfo]):
         """
         self.init_transfer_engine(PlaceInitInfo(place))
         is_done, error = True, None
-        if self._subscriber is not None:  # otherwise, the first worker of this machine reads the step
-            reading = self._read(self._subscriber, step)
+        if self._reader is not None:  # otherwise, the first worker of this machine reads the step
+            reading = self._read(step)
             is_done = reading.done()
             error = reading.exception() if is_done else None
         if error is not None:
@@ -108,7 +110,7 @@ class PlaceEngine(WeightTransferEngine[PlaceInitInfo, PlaceUpdateInfo]):
         step = update_info.step
         names, share = _in_all_workers(step, lambda: self._offer(step))[self._first]
         tensors: dict[str, torch.Tensor] = {}
-        _in_all_workers(step, lambda: tensors.update(self._subscriber.tensors if self._subscriber else share.open()))
+        _in_all_workers(step, lambda: tensors.update(self._reader.tensors if self._reader else share.open()))
         self._unloaded = None  # until all have loaded
         _in_all_workers(step, lambda: self._load(tensors, names))
         self._unloaded = set()
@@ -119,15 +121,23 @@ class PlaceEngine(WeightTransferEngine[PlaceInitInfo, PlaceUpdateInfo]):
 
     def shutdown(self) -> None:
         """Forgets the place and the weights of its steps."""
-        self._place = self._subscriber = self._reading = self._unloaded = None
+        self._place = self._reader = self._reading = self._unloaded = None
 
-    def _read(self, subscriber: Subscriber, step: int) -> Future[None]:
+    def _open_reader(self, place: str) -> Subscriber | VersionReader:
+        """Opens what is at a place by now. Steps in SGLang's layout begin with the model that the server was started with."""
+        model = StoredModel(self.model_config.model, self.model_config.revision)
+        return open_reader(place, self._shared.allocate if self._shared else None, model.open)
+
+    def _read(self, step: int) -> Future[None]:
         """Starts to read a step in the thread, unless that was done since the last commit."""
 
         def read() -> None:
-            subscriber.update(step=step)
+            assert self._place is not None
+            if self._reader is None or self._reader.step is None:
+                self._reader = self._open_reader(self._place)
+            self._reader.update(step=step)
             if self._unloaded is not None:
-                self._unloaded.update(subscriber.changed)
+                self._unloaded.update(self._reader.changed)
 
         if self._reading is None or self._reading[0] != step:
             self._reading = step, self._thread.submit(read)
@@ -137,13 +147,13 @@ class PlaceEngine(WeightTransferEngine[PlaceInitInfo, PlaceUpdateInfo]):
         """Returns which tensors the workers of this machine have to load, and where they are. Only the first worker knows."""
         if self._place is None:
             raise RuntimeError("Give the place of the training first: POST /init_weight_transfer_engine.")
-        if self._subscriber is None:
+        if self._reader is None:
             return [], None
         try:
-            self._read(self._subscriber, step).result()
+            self._read(step).result()
         finally:
             self._reading = None
-        names = whole_layers(self._subscriber.tensors, lambda name: self._unloaded is None or name in self._unloaded)
+        names = whole_layers(self._reader.tensors, lambda name: self._unloaded is None or name in self._unloaded)
         return list(names), self._shared.share if self._shared else None
 
     def _load(self, tensors: dict[str, torch.Tensor], names: list[str]) -> None:
