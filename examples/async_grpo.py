@@ -17,7 +17,8 @@ import parts.packages  # noqa: F401  # names a package that is missing
 import torch
 from datasets import Dataset
 from parts.vllm_server import RunningServer
-from transformers import HfArgumentParser
+from transformers import AutoTokenizer, HfArgumentParser
+from trl.chat_template_utils import qwen2_5_chat_template
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer
 
 from hf_ext.weight_sync import PlaceTransfer, Publisher, Subscriber, VLLMServer
@@ -40,6 +41,9 @@ def main() -> None:
     (args,) = HfArgumentParser(Arguments).parse_args_into_dataclasses()
     if not torch.cuda.is_available():  # TRL 1.16 asks for the name of the GPU, to compute how much of it is used
         async_grpo_trainer.get_peak_flops_per_device = lambda accelerator, dtype: None
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    tokenizer.chat_template = qwen2_5_chat_template  # TRL parses the answers of some templates only
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     texts = sorted({inspect.getdoc(method).split("\n")[0] for method in vars(str).values() if inspect.getdoc(method)})
     prompts = [[{"role": "user", "content": f"Explain: {text}"}] for text in texts]
     with ExitStack() as stack:
@@ -62,7 +66,12 @@ def main() -> None:
         )
         transfer = PlaceTransfer(Publisher(place, dtype=torch.bfloat16), VLLMServer(server.url, place))
         trainer = AsyncGRPOTrainer(
-            args.model, share_of_e, config, train_dataset=Dataset.from_dict({"prompt": prompts}), weight_transfer=transfer
+            args.model,
+            share_of_e,
+            config,
+            train_dataset=Dataset.from_dict({"prompt": prompts}),
+            processing_class=tokenizer,
+            weight_transfer=transfer,
         )
         trainer.train()
         for step in Subscriber(place).steps():
