@@ -80,12 +80,12 @@ def test_the_asynchronous_trainer_sends_its_weights_through_a_place(tmp_path: Pa
         def update_model_version(self, model_version: int) -> None:
             weights = trainer.accelerator.unwrap_model(trainer.model).state_dict()
             seen.append(same(load_file(tmp_path / "served/model.safetensors"), dict(weights)))
-            for number in range(2):
+            for number in range(8):
                 self.rollout_buffer.put(
                     trainer_module.RolloutSample(
                         prompt=[],
                         completion=[],
-                        input_ids=np.arange(6),
+                        input_ids=np.random.default_rng(number).integers(4, 60, 6),
                         completion_mask=np.array([0, 0, 0, 1, 1, 1]),
                         old_log_probs=np.full(6, -1.0, np.float32),
                         advantage=float(number),
@@ -98,7 +98,7 @@ def test_the_asynchronous_trainer_sends_its_weights_through_a_place(tmp_path: Pa
 
     publisher = Publisher(tmp_path / "place")
     options = {"max_steps": 2, "use_cpu": True, "bf16": False, "report_to": [], "save_strategy": "no", "learning_rate": 1e-3}
-    options |= {"per_device_train_batch_size": 2, "num_generations": 2, "token_budget": 64}
+    options |= {"per_device_train_batch_size": 2, "num_generations": 2, "token_budget": 12}
     trainer = async_grpo.AsyncGRPOTrainer(
         str(tmp_path / "base"),
         lambda **_: [0.0],

@@ -75,7 +75,7 @@ def test_steps_in_sglangs_layout_begin_with_the_servers_model(server: VllmServer
             remote.update(10 * step)
             assert server.digests() == expected[model]["digests"]
             assert version(server) == str(10 * step)
-        (place / "weight_v000004/model.safetensors.index.json").rename(folder / "away")
+        (place / "weight_v000004").rename(folder / "away")
         remote.update(20)  # back to an older one
         assert server.digests() == expected["base"]["digests"]
         with pytest.raises(ServerError, match="Step 30 is not, or no longer"):
@@ -170,7 +170,7 @@ class Worker(weight_transfer.PlaceEngine):
     def __init__(self, update: Callable[[int], None] = lambda step: None):
         self._rank = self._first = 0
         self._place, self._shared, self._thread, self._unloaded = "place", None, ThreadPoolExecutor(1), {"x"}
-        self._reader = SimpleNamespace(update=update, tensors={"x": torch.ones(1)}, changed={"x"})
+        self._reader = SimpleNamespace(step=0, update=update, tensors={"x": torch.ones(1)}, changed={"x"})
         self.loads = []
         self._load = lambda tensors, names: self.loads.append(names)
 
