@@ -16,10 +16,11 @@ from pathlib import Path
 import parts.packages  # noqa: F401  # names a package that is missing
 import torch
 from datasets import Dataset
+from parts.trl_on_cpu import train_on_cpu
 from parts.vllm_server import RunningServer
 from transformers import AutoTokenizer, HfArgumentParser
 from trl.chat_template_utils import qwen2_5_chat_template
-from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer
+from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
 from hf_ext.weight_sync import PlaceTransfer, Publisher, Subscriber, VLLMServer
 
@@ -39,8 +40,7 @@ def share_of_e(completions: list[list[dict]], **_: object) -> list[float]:
 
 def main() -> None:
     (args,) = HfArgumentParser(Arguments).parse_args_into_dataclasses()
-    if not torch.cuda.is_available():  # TRL 1.16 asks for the name of the GPU, to compute how much of it is used
-        async_grpo_trainer.get_peak_flops_per_device = lambda accelerator, dtype: None
+    train_on_cpu()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     tokenizer.chat_template = qwen2_5_chat_template  # TRL parses the answers of some templates only
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
