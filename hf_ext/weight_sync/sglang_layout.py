@@ -167,7 +167,8 @@ class VersionReader:
     def update(
         self, named_tensors: Mapping[str, torch.Tensor] | None = None, step: int | None = None, strict: bool = True
     ) -> int:
-        """Updates contiguous tensors in CPU memory, by default those of `tensors`, to a step, by default the newest.
+        """Updates contiguous tensors in CPU memory, by default those of `tensors`, to a step, by default the newest. It is
+        always strict: every published tensor must be among those given.
 
         Raises:
             CheckpointError: the step is not there, or the tensors do not fit the published ones.
@@ -256,17 +257,14 @@ class VersionReader:
             count = sum(change.number <= target for change in links)
             checksums = [change.checksum for change in links]
             digest = xxhash.xxh3_128_hexdigest(memory) if links else ""
-            places = [*(place + 1 for place in range(len(links)) if checksums[place] == digest)]
             if not links and not whole or count and digest == checksums[count - 1]:
                 return None
-            if places or start is not None and start > target:
-                candidates = [(memory, place) for place in places[:1]]
-            else:
-                candidates = [(whole.get(name, memory), 0)]
-            for source, place in candidates:
-                frames = [change.frame for change in links[min(place, count) : max(place, count)]]
-                if not count or _digest(source, frames) == checksums[count - 1]:
-                    return source, frames
+            is_dated = digest in checksums  # the tensor is as one of these versions left it
+            source, place = (memory, checksums.index(digest) + 1) if is_dated else (whole.get(name, memory), 0)
+            frames = [change.frame for change in links[min(place, count) : max(place, count)]]
+            is_ahead = start is not None and start > target
+            if (is_dated or not is_ahead) and (not count or _digest(source, frames) == checksums[count - 1]):
+                return source, frames
             raise CorruptFileError(
                 f"'{name}' does not get the checksum of version {target} at {self.place}: files there are damaged, or the "
                 "training did not begin with this model. Give a copy of the model's folder that it began with."
@@ -329,7 +327,7 @@ class VersionWriter:
             write_json(stage / INDEX, {"metadata": metadata | {STEP: str(step)}, "weight_map": weight_map})
         self._number, self.next_step = number, step + 1
         if not number % self.anchor_every:
-            self._remove(number - (self.keep_anchors - 1) * self.anchor_every)
+            self._remove_old()
 
     def _write_whole(self, stage: Path, keys: Mapping[str, Sequence[str]], weights: Weights) -> dict[str, str]:
         """Writes a model's folder with these weights, whose other files are those of the base. Returns the file of each."""
@@ -344,10 +342,10 @@ class VersionWriter:
                     target.write(RawTensor.from_torch(weights.tensors[key]).data)
         return {name: file.path.name for file in self._files for name in file.entries}
 
-    def _remove(self, oldest: int) -> None:
-        """Removes the versions before one, if that one has all weights."""
-        if not (self.place.path / _name(oldest)).exists():
-            return
+    def _remove_old(self) -> None:
+        """Removes the versions before the oldest anchor to keep, if there are that many."""
+        anchors = [number for number, version in read_versions(self.place.path).items() if version.is_whole]
+        oldest = anchors[-self.keep_anchors] if len(anchors) >= self.keep_anchors else 0
         for name in _listing(self.place.path):
             match = VERSION.fullmatch(name.removeprefix("."))
             if match and int(match[1]) < oldest:

@@ -323,3 +323,12 @@ def test_publishers_that_cannot_write_it_say_so(base: Path, place: Path, tmp_pat
     sglang_layout._zstandard.cache_clear()
     with pytest.raises(MissingDependencyError, match="pip install zstandard"):
         Publisher(tmp_path / "other", layout="sglang", base=base)
+
+
+def test_deltas_are_kept_until_there_are_enough_anchors(base: Path, place: Path):
+    """Also those before a resumed training whose anchors lie closer."""
+    publish(place, base, range(5), anchor_every=50)
+    publish(place, base, range(5, 7), anchor_every=2, keep_anchors=2, resume=True)
+    assert open_reader(place).steps() == [*range(0, 70, 10)]
+    publish(place, base, range(7, 8), anchor_every=2, keep_anchors=2, resume=True)
+    assert open_reader(place).steps() == [50, 60, 70]
