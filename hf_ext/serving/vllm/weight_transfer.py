@@ -125,7 +125,8 @@ class PlaceEngine(WeightTransferEngine[PlaceInitInfo, PlaceUpdateInfo]):
 
     def _open_reader(self, place: str) -> Subscriber | VersionReader:
         """Opens what is at a place by now. Steps in SGLang's layout begin with the model that the server was started with."""
-        model = StoredModel(self.model_config.model, self.model_config.revision)
+        extra = self.vllm_config.load_config.model_loader_extra_config or {}
+        model = StoredModel(self.model_config.model, self.model_config.revision, extra.get("task"))
         return open_reader(place, self._shared.allocate if self._shared else None, model.open)
 
     def _read(self, step: int) -> Future[None]:
