@@ -29,11 +29,12 @@ from hf_ext.storage.files import copy, staged_folder, write_json
 from hf_ext.storage.hub import OTHER_WEIGHTS
 from hf_ext.storage.layout import INDEX, INDICES, OWN_FOLDER, SINGLE, WEIGHTS
 from hf_ext.storage.prefetch import Prefetcher
-from hf_ext.storage.safetensors_file import Entry, RawTensor, SafetensorsFile, torch_dtype, write_header
+from hf_ext.storage.safetensors_file import RawTensor, SafetensorsFile, torch_dtype
 from hf_ext.storage.source import TensorSource
 from hf_ext.storage.weights import KEY, open_weights
 from hf_ext.weight_sync.places import Folder, Place, open_place
 from hf_ext.weight_sync.rows import Weights, equal, local_rows, split
+from hf_ext.weight_sync.step_file import safetensors_bytes
 from hf_ext.weight_sync.subscriber import Allocate, Subscriber, allocate_here
 
 logger = logging.getLogger(__name__)
@@ -371,13 +372,10 @@ def _write_delta(stage: Path, keys: Mapping[str, Sequence[str]], weights: Weight
 
     sizes = {name: sum(weights.tensors[key].nbytes for key in of_tensor) for name, of_tensor in keys.items()}
     changed = {name: result for name, result in Prefetcher(encode, sizes) if result is not None}
-    entries, end = {}, 0
-    for name, (frame, _) in changed.items():
-        entries[name] = Entry("U8", (len(frame),), end, end := end + len(frame))
-    header = write_header({name: digest for name, (_, digest) in changed.items()}, entries)
     file = stage / "model-00000-of-00001.safetensors"
     if changed:
-        file.write_bytes(b"".join([len(header).to_bytes(8, "little"), header, *(frame for frame, _ in changed.values())]))
+        checksums = {name: checksum for name, (_, checksum) in changed.items()}
+        file.write_bytes(safetensors_bytes(checksums, {name: frame for name, (frame, _) in changed.items()}))
     return dict.fromkeys(changed, file.name)
 
 

@@ -115,13 +115,23 @@ def file_name(kind: str, step: int, rank: int, number: int) -> str:
 
 def write_file(index: Index, step: Step, payloads: Mapping[str, bytes], parts: Mapping[str, Part]) -> bytes:
     """Returns a file with these payloads. `parts` tells of those that are not whole tensors which rows they are."""
-    entries, end = {}, 0
-    for key, payload in payloads.items():
-        entries[key] = Entry("U8", (len(payload),), end, end + len(payload))
-        end += len(payload)
+    entries = entries_of(payloads)
     fields = {"run": index.run, "rank": index.rank, "step": step.step, "before": step.before, "after": step.after}
     rows = {key: part for key, part in parts.items() if key != part.name}
-    header = write_header(SEAL.metadata(fields | {"parts": rows}, entries), entries)
+    return safetensors_bytes(SEAL.metadata(fields | {"parts": rows}, entries), payloads)
+
+
+def entries_of(payloads: Mapping[str, bytes]) -> dict[str, Entry]:
+    """Returns the header's entries of payloads that lie one behind the other."""
+    entries, end = {}, 0
+    for key, payload in payloads.items():
+        entries[key] = Entry("U8", (len(payload),), end, end := end + len(payload))
+    return entries
+
+
+def safetensors_bytes(metadata: Mapping[str, str], payloads: Mapping[str, bytes]) -> bytes:
+    """Returns a safetensors file whose tensors are payloads."""
+    header = write_header(metadata, entries_of(payloads))
     return b"".join([len(header).to_bytes(8, "little"), header, *payloads.values()])
 
 
