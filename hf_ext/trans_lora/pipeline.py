@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import re
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from peft import PeftConfig
+from transformers import PreTrainedModel
 
 from hf_ext.errors import HfExtError
 from hf_ext.storage.files import require_another_folder
 from hf_ext.storage.guards import require_place
 from hf_ext.trans_lora.config import TransLoraConfig
 from hf_ext.trans_lora.discriminator import Discriminator
-from hf_ext.trans_lora.models import load_adapted, load_model
+from hf_ext.trans_lora.models import bare, load_adapted, load_model
 from hf_ext.trans_lora.stages import is_run
 from hf_ext.trans_lora.trainer import TransLoraTrainer
+
+logger = logging.getLogger(__name__)
 
 
 def transfer(
@@ -61,6 +66,11 @@ def transfer(
         judge = Discriminator.from_pretrained(discriminator, *base)
         judge.require_better_than_chance(f"The discriminator {discriminator}")
     target, tokenizer = load_model(target_model)
+    if _are_alike(bare(teacher), target):
+        logger.warning(
+            f"{target_model} has the layers of {source_model}. If it is a fine-tune of it, the adapter as it is may do better: "
+            f"PeftModel.from_pretrained(model, '{source_adapter}')."
+        )
     trainer = TransLoraTrainer(
         target,
         args,
@@ -75,6 +85,13 @@ def transfer(
     trainer.train(args.resume_from_checkpoint)
     trainer.save_model()
     return trainer
+
+
+def _are_alike(adapted: PreTrainedModel, model: PreTrainedModel) -> bool:
+    """Checks whether a model has the weights of another one, in their shapes, without that one's adapter."""
+    wrapper = re.compile(r"\.(base_layer|original_module)\b")
+    shapes = {wrapper.sub("", name): weight.shape for name, weight in adapted.named_parameters()}
+    return all(shapes.get(name) == weight.shape for name, weight in model.named_parameters())
 
 
 def read_inputs(path: str | os.PathLike) -> list[str]:

@@ -106,6 +106,14 @@ def test_the_papers_adapters_have_its_layers_or_its_start_text(folders, tmp_path
     assert torch.equal(adapted.prompt_encoder["default"].embedding.weight, start)
 
 
+def test_a_target_with_the_sources_layers_is_named_as_one_to_copy_to(folders, tmp_path, caplog):
+    options = ("--filter", "none", "--target-modules", "foo", *COMMON)  # an error before the training
+    for target, is_alike in (("source", True), ("target", False)):
+        caplog.clear()
+        run(*of_transfer(folders, tmp_path / "out"), "--target-model", folders / target, *options)
+        assert ("the adapter as it is may do better" in caplog.text) is is_alike
+
+
 def test_inputs_are_read_with_byte_order_marks_and_empty_lines(tmp_path):
     path = tmp_path / "inputs.jsonl"
     path.write_bytes('\ufeff{"input": "a\u2028b"}\r\n\n"c"\n'.encode())
