@@ -43,6 +43,16 @@ def open_weights(folder: Path, variants: bool = False) -> list[SafetensorsFile]:
     return files
 
 
+def open_plain_weights(folder: Path) -> list[SafetensorsFile]:
+    """As `open_weights`. Also raises CheckpointError if the weights are not plain."""
+    files = open_weights(folder)
+    if (kind := kind_of(file.metadata for file in files)) is not Kind.PLAIN:
+        raise CheckpointError(
+            f"{folder} {kind.value} Restore its weights first (`hf-ext decompress`, or `extract` of a merge)."
+        )
+    return files
+
+
 def require_all(files: Sequence[SafetensorsFile]) -> None:
     """Checks that the weights of one folder are complete: no shard or tensor that an index lists is missing, and, without an
     index, none of the shards that their names count. Raises CheckpointError if something is missing, or nothing says which of

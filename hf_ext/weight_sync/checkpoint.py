@@ -12,11 +12,10 @@ import numpy as np
 import torch
 
 from hf_ext.errors import CheckpointError
-from hf_ext.storage.config_file import ENCODINGS, storage_settings
 from hf_ext.storage.files import locked, write_json
 from hf_ext.storage.layout import select_weights
 from hf_ext.storage.safetensors_file import RawTensor, SafetensorsFile
-from hf_ext.storage.weights import KEY, open_weights
+from hf_ext.storage.weights import open_plain_weights
 from hf_ext.weight_sync.places import Place
 from hf_ext.weight_sync.sglang_layout import open_reader
 
@@ -92,10 +91,8 @@ class LocalCheckpoint:
         files = _files(self.folder)
         if _identities(files) == _identities(self._files):
             return
-        if storage_settings(self.folder).get("quant_method") in ENCODINGS:
-            raise CheckpointError(f"{self.folder} is compressed. Restore it with `hf-ext decompress`.")
         weights: dict[str, torch.Tensor] = {}
-        for file in open_weights(self.folder):
+        for file in open_plain_weights(self.folder):
             path = file.path
             if path.is_symlink() or path.stat().st_nlink > 1:
                 raise CheckpointError(
@@ -129,8 +126,6 @@ def _identities(files: dict[str, list[int]]) -> dict[str, list[int]]:
 def _writable(file: SafetensorsFile) -> dict[str, torch.Tensor]:
     """Returns the tensors of a safetensors file. Writing to them changes the file."""
     path = file.path
-    if KEY in file.metadata:
-        raise CheckpointError(f"{path} is compressed. Restore it with `hf-ext decompress`.")
     try:
         data = np.memmap(path, np.uint8, "r+")[8 + len(file.header_bytes) :]
     except OSError as error:

@@ -31,7 +31,7 @@ from hf_ext.storage.layout import INDEX, INDICES, OWN_FOLDER, SINGLE, WEIGHTS
 from hf_ext.storage.prefetch import Prefetcher
 from hf_ext.storage.safetensors_file import RawTensor, SafetensorsFile, torch_dtype
 from hf_ext.storage.source import TensorSource
-from hf_ext.storage.weights import KEY, open_weights
+from hf_ext.storage.weights import open_plain_weights, open_weights
 from hf_ext.weight_sync.places import Folder, Place, open_place
 from hf_ext.weight_sync.rows import Weights, equal, local_rows, split
 from hf_ext.weight_sync.step_file import safetensors_bytes
@@ -294,9 +294,7 @@ class VersionWriter:
         if not isinstance(place, Folder):
             raise CheckpointError(f'layout="sglang" requires a folder as place, which servers share, not {place}.')
         self.place, self.base, self.anchor_every, self.keep_anchors = place, base, anchor_every, keep_anchors
-        self._files = open_weights(base)
-        if any(KEY in file.metadata for file in self._files):
-            raise CheckpointError(f"{base} is compressed. Restore it with `hf-ext decompress`.")
+        self._files = open_plain_weights(base)
         versions = read_versions(place.path)
         if versions and not resume:
             raise CheckpointError(

@@ -15,6 +15,7 @@ from tiny_runs import bits, files, publish, same, weights
 
 from hf_ext.cli.main import main
 from hf_ext.errors import CheckpointError, CorruptFileError
+from hf_ext.fm_delta import compress_checkpoint
 from hf_ext.weight_sync import LocalCheckpoint
 from hf_ext.weight_sync.places import Folder
 
@@ -232,9 +233,9 @@ def test_folders_that_must_not_change_are_refused(tmp_path: Path, folder: Path):
         LocalCheckpoint(folder, tmp_path / "run")
     with pytest.raises(CheckpointError, match="no safetensors|could not be listed"):
         LocalCheckpoint(tmp_path / "nowhere", tmp_path / "run")
-    (folder / "config.json").write_text('{"quantization_config": {"quant_method": "hf_ext.fm_delta"}}')
+    compress_checkpoint(folder, None, tmp_path / "small")
     with pytest.raises(CheckpointError, match="is compressed"):
-        LocalCheckpoint(folder, tmp_path / "run")
+        LocalCheckpoint(tmp_path / "small", tmp_path / "run")
 
 
 def test_the_command_follows_without_a_server(tmp_path: Path, folder: Path, capsys):
