@@ -1,5 +1,4 @@
 from .checkpoint import LocalCheckpoint as LocalCheckpoint
-from .memory import Piece as Piece
 from .places import Place as Place
 from .publisher import Publisher as Publisher
 from .rows import Rows as Rows

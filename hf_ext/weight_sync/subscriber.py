@@ -12,7 +12,7 @@ import xxhash
 from hf_ext.errors import BaseModelError, CheckpointError, CorruptFileError
 from hf_ext.storage.prefetch import Prefetcher
 from hf_ext.storage.safetensors_file import RawTensor, torch_dtype
-from hf_ext.weight_sync.memory import Home, KeptTensor, Piece, rows_of
+from hf_ext.weight_sync.memory import Home, KeptTensor, rows_of
 from hf_ext.weight_sync.places import Place, open_place
 from hf_ext.weight_sync.plan import Parts, Plan, Planner, State, common_steps, read_indices
 from hf_ext.weight_sync.rows import checkpoint_name
@@ -69,7 +69,6 @@ class Subscriber:
         self,
         named_tensors: Mapping[str, torch.Tensor] | None = None,
         step: int | None = None,
-        locate: Callable[[str], Piece | None] | None = None,
         strict: bool = False,
     ) -> int:
         """Updates tensors in place to a step, whichever step they are at.
@@ -80,7 +79,6 @@ class Subscriber:
         Args:
             named_tensors: the tensors to change, by name. By default, copies of all published tensors, in `tensors`.
             step: number of the step; the newest by default.
-            locate: returns where the caller keeps a published tensor, or None if it does not. Defaults to the same name.
             strict: do not accept that the caller lacks a published tensor.
 
         Returns:
@@ -93,71 +91,53 @@ class Subscriber:
         planner = Planner(self.place)
         for state in (self._state, None):
             plan = planner.plan(state, step)
-            located = self._locate(plan.layout, named_tensors, locate, strict)
-            homes = self._homes(plan.layout, located, is_whole=named_tensors is None or locate is None)
+            tensors = self._tensors(plan.layout, named_tensors, strict)
+            homes = self._homes(plan.layout, tensors)
             altered = _altered(plan, homes)
             if altered is None:
                 break
             logger.warning(f"'{altered}' is not as the last update left it: all tensors begin at an anchor.")
         self._apply(plan, homes)
-        self._kept = {name: KeptTensor.of(tensor, piece) for name, (tensor, piece) in located.items()}
+        self._kept = {name: KeptTensor.of(tensor) for name, tensor in tensors.items()}
         self.changed = {name for name, parts in plan.layout.items() if any(key in plan.payloads for key, *_ in parts)}
         return plan.state.step
 
-    def _locate(
-        self,
-        layout: Mapping[str, Parts],
-        named_tensors: Mapping[str, torch.Tensor] | None,
-        locate: Callable[[str], Piece | None] | None,
-        strict: bool,
-    ) -> dict[str, tuple[torch.Tensor, Piece]]:
-        """Returns the caller's tensor for each published one that it keeps, and where in it."""
+    def _tensors(
+        self, layout: Mapping[str, Parts], named_tensors: Mapping[str, torch.Tensor] | None, strict: bool
+    ) -> dict[str, torch.Tensor]:
+        """Returns the caller's tensors, which must be published, by name."""
         if named_tensors is None:
             self.tensors = self._copies(layout)
-            return {name: (copy, Piece(name)) for name, copy in self.tensors.items()}
-        if locate is None:
-            named_tensors = {checkpoint_name(name): tensor for name, tensor in named_tensors.items()}
-        located = {}
-        for name in layout:
-            piece = locate(name) if locate else Piece(name) if name in named_tensors else None
-            if piece is not None and piece.tensor not in named_tensors:
-                raise CheckpointError(f"'{piece.tensor}', where '{name}' is to be kept, is not among the tensors given.")
-            if piece is not None:
-                located[name] = named_tensors[piece.tensor], piece
-            elif strict:
-                raise CheckpointError(f"'{name}', which {self.place} publishes, is not among the tensors given.")
-        if missing := sorted(named_tensors.keys() - {piece.tensor for _, piece in located.values()}):
-            raise CheckpointError(f"Nothing is published at {self.place} for the tensor '{missing[0]}'.")
-        return located
+            return self.tensors
+        tensors = {checkpoint_name(name): tensor for name, tensor in named_tensors.items()}
+        if other := sorted(tensors.keys() - layout.keys()):
+            raise CheckpointError(f"Nothing is published at {self.place} for the tensor '{other[0]}'.")
+        if strict and (missing := sorted(layout.keys() - tensors.keys())):
+            raise CheckpointError(f"'{missing[0]}', which {self.place} publishes, is not among the tensors given.")
+        return {name: tensors[name] for name in layout if name in tensors}
 
-    def _homes(
-        self, layout: Mapping[str, Parts], located: Mapping[str, tuple[torch.Tensor, Piece]], is_whole: bool
-    ) -> dict[str, Home]:
-        """Returns the memory of each part that the caller keeps, by key. `is_whole`: none of its tensors holds several."""
+    def _homes(self, layout: Mapping[str, Parts], tensors: Mapping[str, torch.Tensor]) -> dict[str, Home]:
+        """Returns the memory of each part that the caller keeps, by key."""
         homes: dict[str, Home] = {}
         first_at: dict[int, str] = {}  # by address: the first tensor there
-        for name, (tensor, piece) in located.items():
+        for name, tensor in tensors.items():
             parts = layout[name]
-            rows = rows_of(tensor, piece, parts, is_whole)
+            rows = rows_of(name, tensor, parts)
             # Of two names for the same memory, as tied weights have, the second is copied to it.
             twin = first_at.setdefault(rows.data_ptr(), name)
             in_place = rows.device.type == "cpu" and rows.is_contiguous() and twin == name
-            if is_whole and rows.numel() and _checksums(parts) != _checksums(layout[twin]):
+            if rows.numel() and _checksums(parts) != _checksums(layout[twin]):
                 raise CheckpointError(
                     f"'{name}' and '{twin}' are one tensor here, but the training gave them different values."
                 )
-            is_as_left = name in self._kept and self._kept[name].is_still(tensor, piece)
+            is_as_left = name in self._kept and self._kept[name].is_still(tensor)
             for key, part, header in parts:
-                first, last = max(part.begin, piece.begin), min(part.end(header), piece.begin + len(rows))
-                if first >= last:
-                    continue
-                callers = rows[first - piece.begin : last - piece.begin]
-                if in_place and (first, last) == (part.begin, part.end(header)):
-                    homes[key] = Home(callers)
+                of_part = slice(part.begin, part.end(header))
+                if in_place:
+                    homes[key] = Home(rows[of_part])
                 else:
                     self.tensors |= self._copies({name: parts})
-                    copy = torch.atleast_1d(self.tensors[name])[part.begin : part.end(header)]
-                    homes[key] = Home(copy, callers, skipped=first - part.begin, is_new=not is_as_left)
+                    homes[key] = Home(torch.atleast_1d(self.tensors[name])[of_part], rows[of_part], is_new=not is_as_left)
         return homes
 
     def _copies(self, layout: Mapping[str, Parts]) -> dict[str, torch.Tensor]:

@@ -10,7 +10,7 @@ import torch
 from tiny_runs import bits, files, publish, same, weights, zeros
 
 from hf_ext import CheckpointError
-from hf_ext.weight_sync import Piece, Publisher, Rows, Subscriber, rows
+from hf_ext.weight_sync import Publisher, Rows, Subscriber, rows
 
 
 @pytest.fixture(params=["whole", "in parts"])
@@ -109,7 +109,7 @@ def test_the_training_may_go_on_before_a_step_is_written(tmp_path: Path):
 
 
 @pytest.mark.usefixtures("parts")
-def test_ranks_publish_rows_and_readers_take_rows(tmp_path: Path):
+def test_ranks_publish_rows_and_readers_take_whole_tensors(tmp_path: Path):
     cut = {"embedding.weight": 130, "layer.weight": 31}
 
     def share(step: int, rank: int) -> dict[str, torch.Tensor | Rows]:
@@ -123,23 +123,13 @@ def test_ranks_publish_rows_and_readers_take_rows(tmp_path: Path):
 
     runs = [Publisher(tmp_path, anchor_every=2, run="sharded", rank=rank, world_size=2) for rank in range(2)]
     subscriber = Subscriber(tmp_path)
-    fused = {"fused": torch.zeros(100 + 20, 64).bfloat16(), "other": torch.zeros(30, 64)}
-    pieces = {
-        "embedding.weight": Piece("fused", at=20, begin=100, end=200),  # rows of both ranks
-        "layer.weight": Piece("other", begin=17, end=47),
-    }
     for step in range(4):
         for rank, run in enumerate(runs):
             assert subscriber.steps() == list(range(step))  # a step is there when all ranks have published it
             run.publish(share(step, rank), step)
             run.wait()
-        assert subscriber.update(fused, locate=pieces.get) == step
-        assert bits(fused["fused"][20:]) == bits(weights(step)["embedding.weight"][100:200])
-        assert bits(fused["other"]) == bits(weights(step)["layer.weight"][17:47])
-        assert not fused["fused"][:20].any()
-    whole = Subscriber(tmp_path)
-    whole.update()
-    assert same(whole.tensors, weights(3))
+        assert subscriber.update() == step
+        assert same(subscriber.tensors, weights(step))
     for run in runs:
         run.close()
 
@@ -205,17 +195,6 @@ def test_a_single_value_may_be_kept_with_any_stride(tmp_path: Path):
         run.publish({"x": torch.ones(1, 1)}, 0)
     Subscriber(tmp_path).update(tensors)
     assert tensors["x"].item() == 1
-
-
-def test_a_piece_may_move(tmp_path: Path):
-    subscriber, tensors, x = Subscriber(tmp_path), {"two": torch.zeros(4, 20).T}, torch.randn(10, 4)
-    with Publisher(tmp_path) as run:
-        for step, row in ((0, 0), (1, 10)):
-            x[0] += 1
-            run.publish({"x": x}, step)
-            run.wait()
-            subscriber.update(tensors, locate=lambda name, row=row: Piece("two", row))
-            assert bits(tensors["two"][row : row + 10]) == bits(x)
 
 
 DTYPES = [torch.uint64, torch.float8_e8m0fnu, torch.float8_e4m3fn, torch.bool, torch.int64, torch.complex64]
@@ -285,7 +264,7 @@ def test_inference_tensors_may_be_published_too(tmp_path: Path):
 @pytest.mark.parametrize(
     "tensors, message",
     [
-        ({"frozen": torch.zeros(8, 9)}, r"Rows 0 to 8 of 'frozen', .* do not fit into 'frozen' at row 0: .* \[8, 9\]"),
+        ({"frozen": torch.zeros(8, 9)}, r"'frozen', which is published as .*, is .* \[8, 9\]"),
         ({"frozen": torch.zeros(8, 8).half()}, "torch.float16"),
         ({"frozen": torch.empty(8, 8, device="meta")}, "'frozen' has no memory for each of its values"),
         ({"frozen": torch.zeros(8, 8).to_sparse()}, "'frozen' has no memory for each of its values"),

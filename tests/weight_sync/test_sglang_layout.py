@@ -243,16 +243,18 @@ def killed(work, *args: object) -> bool:
 
 
 @pytest.mark.parametrize("anchor_every", [50, 2])
-@pytest.mark.parametrize("is_torn", [False, True])
-def test_a_killed_update_is_completed(base: Path, place: Path, monkeypatch, anchor_every: int, is_torn: bool):
-    """Whole tensors of two steps are told apart. A torn one needs a version with all weights."""
+@pytest.mark.parametrize(("calls", "is_torn"), [(0, False), (2, False), (2, True)])
+def test_a_killed_update_is_completed(base: Path, place: Path, monkeypatch, anchor_every: int, calls: int, is_torn: bool):
+    """Whole tensors of two steps are told apart. A torn one needs a version with all weights. With `calls` 0, the step is
+    read and checked, and nothing has changed."""
     publish(place, base, range(3), anchor_every=anchor_every)
     checkpoint = local(base, place)
     checkpoint.update(10)
     with monkeypatch.context() as patch:
-        die_after(patch, sglang_layout, "_change", 2, is_before=not is_torn)
+        die_after(patch, sglang_layout, "_change", calls, is_before=not is_torn)
         assert killed(checkpoint.update, 20)
     assert not checkpoint.has(10) and not checkpoint.has(20)
+    assert calls or has(checkpoint, 1)
     fresh = local(base, place)
     if is_torn and anchor_every == 50:
         with pytest.raises(CorruptFileError, match="Give a copy of the model's folder"):

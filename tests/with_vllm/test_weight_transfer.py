@@ -140,9 +140,10 @@ def test_another_follower_goes_on_with_a_later_step(server: VllmServer, folder: 
     assert server.digests() == expected["base"]["digests"] and version(server) == "2"
 
 
-def test_a_server_that_is_killed_before_the_commit_follows_again(folder: Path, expected: dict):
-    place = folder / "restarted"
-    with Publisher(place) as run:
+@pytest.mark.parametrize("layout", ["hf_ext", "sglang"])
+def test_a_server_that_is_killed_before_the_commit_follows_again(folder: Path, expected: dict, layout: str):
+    place = folder / f"restarted-{layout}"
+    with Publisher(place, layout=layout, base=folder / "two" if layout == "sglang" else None) as run:
         for step, model in enumerate(("one", "half")):
             run.publish(weights(folder, model), step)
     for is_killed in (True, False):
