@@ -282,7 +282,7 @@ def compare(title: str, seeds: Sequence[tuple[Tasks, Measure]], bits: Sequence[f
         rows.append([name, *figures, share, paired, *(f"{right.mean():.4f}" for right in result.hits.values())])
     counts = ", ".join(f"{task} {right.shape[1]}" for task, right in results["single models"].hits.items())
     header = ["method", "bits", "relative L2", "mean", "of single", "ours − it, points (our bits)", *seeds[0][0].folders]
-    print_table(f"{title} ({len(seeds)} seeds; test items: {counts})", header, rows)
+    print_table(f"{title} (seeds: {len(seeds)}; test items: {counts})", header, rows)
     return {
         name: {"bits": r.bits, "relative": r.relative, "hits": {task: right.tolist() for task, right in r.hits.items()}}
         for name, r in results.items()
