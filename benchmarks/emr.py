@@ -2,8 +2,8 @@
 
     python benchmarks/emr.py --pairs pairs --data DIR
 
-``pairs`` is the folder that benchmarks/fine_tunes.py makes from the data sets in DIR. Every method keeps each task's own head.
-benchmarks/stored_tasks.py says what the other methods are.
+``pairs`` is the folder that benchmarks/fine_tunes.py makes from the data sets in DIR. With several folders, one for each seed,
+accuracy is that of all. Every method keeps each task's own head. benchmarks/stored_tasks.py says what the other methods are.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import torch
 from fine_tunes import FILES, minilm, read_split
 from measuring import one_thread, print_table, run_sections, size_of, timed
 from safetensors.torch import load_file
-from stored_tasks import Tasks, compare, points
+from stored_tasks import Tasks, compare
 from transformers import AutoModelForSequenceClassification as Classifier
 from transformers import AutoTokenizer
 from transformers.utils import logging
@@ -53,16 +53,14 @@ class Hits:
         return torch.cat(right).numpy()
 
 
-def tasks_of(args: argparse.Namespace) -> Tasks:
-    base = {f"bert.{name}": weight for name, weight in load_file(minilm() / "model.safetensors").items()}
-    return Tasks(minilm(), base, {task: args.pairs / task for task in args.tasks})
-
-
 def accuracy(args: argparse.Namespace) -> dict:
     """Returns hits, error and bits of each method at each size."""
-    tasks, hits = tasks_of(args), Hits(args.data, args.pairs, args.test)
-    with tempfile.TemporaryDirectory() as scratch:
-        return compare("Test accuracy", tasks, points(tasks, args.bits, Path(scratch)), hits)
+    base = {f"bert.{name}": weight for name, weight in load_file(minilm() / "model.safetensors").items()}
+    seeds = [
+        (Tasks(minilm(), base, {task: pairs / task for task in args.tasks}), Hits(args.data, pairs, args.test))
+        for pairs in args.pairs
+    ]
+    return compare("Test accuracy", seeds, args.bits, args.keep)
 
 
 # ---- merging ---------------------------------------------------------------------------------------------------------
@@ -78,7 +76,7 @@ def coded(base: Path, tasks: dict[str, Path], out: Path) -> None:
 
 def merging(args: argparse.Namespace) -> dict:
     """Returns the seconds from folders to folder, and the size."""
-    tasks, results, rows = {task: args.pairs / task for task in args.tasks}, {}, []
+    tasks, results, rows = {task: args.pairs[0] / task for task in args.tasks}, {}, []
     for name, merge in {"emr": elected, "switch": coded}.items():
         with tempfile.TemporaryDirectory() as scratch:
             results[name] = [timed(merge, minilm(), tasks, Path(scratch, str(i))) for i in range(args.runs)]
@@ -93,7 +91,7 @@ def merging(args: argparse.Namespace) -> dict:
 
 def switching(args: argparse.Namespace) -> dict:
     """Returns the seconds of a switch and of copying all weights of the model in memory, on one thread."""
-    results, tasks = {}, {task: args.pairs / task for task in args.tasks}
+    results, tasks = {}, {task: args.pairs[0] / task for task in args.tasks}
     for name, merge in {"emr": elected, "switch": coded}.items():
         with tempfile.TemporaryDirectory() as scratch, one_thread():
             merge(minilm(), tasks, Path(scratch, "out"))
@@ -122,11 +120,12 @@ def switching(args: argparse.Namespace) -> dict:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=Path, required=True, help="folder made by benchmarks/fine_tunes.py")
+    parser.add_argument("--pairs", type=Path, nargs="+", required=True, help="folders made by benchmarks/fine_tunes.py")
     parser.add_argument("--data", type=Path, required=True, help="folder with TREC.train.all, custrev.all, …")
     parser.add_argument("--tasks", nargs="+", default=list(FILES), choices=list(FILES))
     parser.add_argument("--test", type=int, help="test items of each task, all by default")
-    parser.add_argument("--bits", nargs="*", type=float, default=[0.05, 0.1, 0.3, 0.5, 0.9], help="sizes of the methods")
+    parser.add_argument("--bits", nargs="*", type=float, default=[0.1, 0.25, 0.5, 1.0], help="sizes of the methods")
+    parser.add_argument("--keep", type=Path, help="folder for merges and results; what is there is not measured again")
     run_sections(parser, {"accuracy": accuracy, "merging": merging, "switching": switching}, has_runs=True)
 
 

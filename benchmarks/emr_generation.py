@@ -8,19 +8,19 @@ github.com/suzgunmirac/BIG-Bench-Hard. SmolLM2-135M-Instruct is fine-tuned, all 
     trec       the type of the answer to a question, one of six words
     sort       three to five words in alphabetical order. The words are those of BIG-Bench Hard's word_sorting; lists of the
                test are of words that no list of the training has
-    boolean    the value of a Boolean expression. The test is BIG-Bench Hard's boolean_expressions; training items are made by a
-               program, in the same form, and none of them is in the test
+    boolean    the value of a Boolean expression. The test is BIG-Bench Hard's 250 boolean_expressions, and 50 items that a
+               program makes in the same form, as it makes those of the training; none is in both
 
-Weights are trained in float32 and saved in bf16, as ``generation/TASK``. Existing folders are skipped. All methods have their
-weights in bf16 on disk and compute in float32, since few CPUs compute in bf16. Decoding is greedy. An answer is right if its
-first line equals the expected one exactly. benchmarks/stored_tasks.py says what the methods are, and how sizes count.
+Weights are trained in float32 and saved in bf16, as ``generation/TASK``. Existing folders are skipped. With several folders at
+--out, one for each seed, the accuracy is that of all. All methods have their weights in bf16 on disk and compute in float32,
+since few CPUs compute in bf16; with --bf16 also in bf16. Decoding is greedy. An answer is right if its first line equals the
+expected one exactly. benchmarks/stored_tasks.py says what the methods are, and how sizes count.
 """
 
 import argparse
 import json
 import random
 import sys
-import tempfile
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -31,7 +31,7 @@ from fine_tunes import read_split
 from language_model import save, train
 from measuring import run_sections
 from safetensors.torch import load_file
-from stored_tasks import Tasks, compare, points
+from stored_tasks import Tasks, compare
 from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq, PreTrainedModel, set_seed
 from transformers.utils import logging
 
@@ -94,6 +94,7 @@ def items(data: Path, bbh: Path, task: str, count: int) -> tuple[Pairs, Pairs]:
         train.sort(key=lambda item: item[1])  # as many of the one as of the other
         half = min(sum(answer == value for _, answer in train) for value in ("True", "False"))
         train = [item for pair in zip(train[:half], train[-half:]) for item in pair]
+        train, test = train[:-50], test + train[-50:]
     return train[:5000], test[:count]
 
 
@@ -109,18 +110,19 @@ def batches(pairs: Pairs, tokenizer, args: argparse.Namespace) -> Iterator[dict[
     yield from (collate(part) for part in parts)
 
 
-def fine_tune(args: argparse.Namespace, task: str) -> Path:
-    """Returns the folder of a task's fine-tune, which is trained unless it is there."""
-    folder = args.out / task
+def fine_tune(args: argparse.Namespace, task: str, seed: int) -> Path:
+    """Returns the folder of a task's fine-tune, which is trained unless it is there. Seeds learn from different items."""
+    folder = args.out[seed] / task
     if folder.exists():
         return folder
-    set_seed(0)
+    set_seed(seed)
     tokenizer = load_tokenizer(args.lm / "base")
     pairs, _ = items(args.data, args.bbh, task, args.test)
     model = AutoModelForCausalLM.from_pretrained(args.lm / "base", dtype=torch.float32)
     before = right(model, tokenizer, task, pairs[:HELD_OUT], args)
-    chosen = pairs[HELD_OUT : HELD_OUT + STEPS[task] * args.batch_size]
-    list(train(model, batches(chosen, tokenizer, args), args.rate, STEPS[task]))
+    chosen = random.Random(seed).sample(pairs[HELD_OUT:], STEPS[task] * args.batch_size)
+    with torch.autocast("cpu", torch.bfloat16, enabled=args.bf16, cache_enabled=False):
+        list(train(model, batches(chosen, tokenizer, args), args.rate, STEPS[task]))
     after = right(model, tokenizer, task, pairs[:HELD_OUT], args)
     print(f"{task}: {after:.3f} of the held-out training items are right, {before:.3f} before", flush=True)
     save(model, tokenizer, folder)
@@ -144,17 +146,20 @@ def right(*args) -> float:
 
 def accuracy(args: argparse.Namespace) -> dict:
     """Returns the items that are right, error and bits of each method at each size."""
-    base, folders = args.lm / "base", {task: fine_tune(args, task) for task in args.tasks}
-    tests = {task: sorted(items(args.data, args.bbh, task, args.test)[1], key=lambda item: len(item[0])) for task in folders}
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), load_tokenizer(base)
+    base, tests = args.lm / "base", {}
+    for task in args.tasks:
+        tests[task] = sorted(items(args.data, args.bbh, task, args.test)[1], key=lambda item: len(item[0]))
+    dtype, tokenizer = torch.bfloat16 if args.bf16 else torch.float32, load_tokenizer(base)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
 
     def measure(task: str, weights: dict[str, torch.Tensor]) -> np.ndarray:
         model.load_state_dict(weights, strict=False)  # the head is the embedding
         return hits(model, tokenizer, task, tests[task], args)
 
-    tasks = Tasks(base, load_file(base / "model.safetensors"), folders)
-    with tempfile.TemporaryDirectory() as scratch:
-        return compare("Exact matches of generated answers", tasks, points(tasks, args.bits, Path(scratch)), measure)
+    prior = load_file(base / "model.safetensors")
+    folders = [{task: fine_tune(args, task, seed) for task in args.tasks} for seed in range(len(args.out))]
+    seeds = [(Tasks(base, prior, tasks), measure) for tasks in folders]
+    return compare("Exact matches of generated answers", seeds, args.bits, args.keep)
 
 
 if __name__ == "__main__":
@@ -162,11 +167,13 @@ if __name__ == "__main__":
     parser.add_argument("--lm", type=Path, required=True, help="folder made by benchmarks/language_model.py")
     parser.add_argument("--data", type=Path, required=True, help="folder with TREC.train.all and TREC.test.all")
     parser.add_argument("--bbh", type=Path, required=True, help="folder with word_sorting.json, boolean_expressions.json")
-    parser.add_argument("--out", type=Path, required=True, help="where fine-tunes and merge go")
+    parser.add_argument("--out", type=Path, nargs="+", required=True, help="where the fine-tunes go, a folder for each seed")
     parser.add_argument("--tasks", nargs="+", default=list(STEPS), choices=list(STEPS))
     parser.add_argument("--rate", type=float, default=3e-5, help="learning rate")
     parser.add_argument("--batch_size", type=int, default=8)
     parser.add_argument("--max_length", type=int, default=64, help="tokens of a prompt that are used, the last ones")
+    parser.add_argument("--bf16", action="store_true", help="compute in bf16, faster on processors that do so")
     parser.add_argument("--test", type=int, default=200, help="test items of each task")
-    parser.add_argument("--bits", nargs="*", type=float, default=[0.1, 0.3, 0.9], help="sizes of the methods")
+    parser.add_argument("--bits", nargs="*", type=float, default=[0.1, 0.25, 0.5, 1.0], help="sizes of the methods")
+    parser.add_argument("--keep", type=Path, help="folder for merges and results; what is there is not measured again")
     run_sections(parser, {"accuracy": accuracy})

