@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -188,6 +189,18 @@ def test_a_wrong_base_is_not_decoded() -> None:
     tensor, base = fine_tune(np.random.default_rng(6), 5 * 64, BF16)
     body = recoded(encode(tensor, base, BF16, 64), 2, base, BF16, 320, 64, 320)
     assert on_device(body, base ^ 1, BF16, 64, xxhash.xxh3_64_intdigest(tensor), 320) is None
+
+
+def test_damaged_bodies_never_give_another_tensor() -> None:
+    rng = np.random.default_rng(7)
+    tensor, base = fine_tune(rng, 5 * 64, BF16)
+    body = recoded(encode(tensor, base, BF16, 64), 2, base, BF16, 320, 64, 320)
+    for place in rng.integers(len(body), size=12):
+        damaged = bytearray(body)
+        damaged[place] ^= 1 << rng.integers(8)
+        with suppress(ValueError):  # its sizes do not fit
+            decoded = on_device(bytes(damaged), base, BF16, 64, xxhash.xxh3_64_intdigest(tensor), 320)
+            assert decoded is None or np.array_equal(decoded, tensor)
 
 
 @pytest.mark.slow
