@@ -234,26 +234,50 @@ PyObject* list_changes(PyObject*, PyObject* args) {
     return Py_BuildValue("(NN)", to_bytes(changes.places), to_bytes(changes.values));
 }
 
-PyObject* factors(PyObject*, PyObject* args) {
+// Parses the arguments of a function that takes a body but no base.
+bool parse(PyObject* args, const char* format, Buffer& body, delta::Shape& shape) {
     PyObject* body_object;
+    Py_ssize_t values, row_length, base_values;
+    if (!PyArg_ParseTuple(args, format, &body_object, &shape.dtype, &values, &row_length, &base_values)) return false;
+    if (!body.open(body_object, 0)) return false;
+    if (values < 0 || row_length < 1 || base_values < 0) {
+        PyErr_SetString(PyExc_TypeError, "a size is negative");
+        return false;
+    }
+    shape.values = size_t(values);
+    shape.row_length = size_t(row_length);
+    shape.base_values = size_t(base_values);
+    return true;
+}
+
+PyObject* factors(PyObject*, PyObject* args) {
     Buffer body;
     delta::Shape shape{};
-    Py_ssize_t values, row_length, base_values;
-    if (!PyArg_ParseTuple(args, "Oinnn:factors", &body_object, &shape.dtype, &values, &row_length, &base_values))
-        return nullptr;
-    if (!body.open(body_object, 0)) return nullptr;
     delta::StoredFactors stored;
+    if (!parse(args, "Oinnn:factors", body, shape)) return nullptr;
     if (!run([&] {
-            if (values < 0 || row_length < 1 || base_values < 0) throw std::invalid_argument("a size is negative");
-            shape.values = size_t(values);
-            shape.row_length = size_t(row_length);
-            shape.base_values = size_t(base_values);
             delta::check(shape);
             stored = delta::stored_factors(shape, static_cast<const uint8_t*>(body.view.buf), body.bytes());
         }))
         return nullptr;
     if (!stored.rank) Py_RETURN_NONE;
     return Py_BuildValue("(NNi)", to_bytes(stored.rows), to_bytes(stored.columns), stored.exponent);
+}
+
+PyObject* layout(PyObject*, PyObject* args) {
+    Buffer body;
+    delta::Shape shape{};
+    delta::Layout all;
+    if (!parse(args, "Oinnn:layout", body, shape)) return nullptr;
+    if (!run([&] {
+            delta::check(shape);
+            all = delta::layout(shape, static_cast<const uint8_t*>(body.view.buf), body.bytes());
+        }))
+        return nullptr;
+    return Py_BuildValue("(ifiiNNNNNNNNN)", all.plane, all.step, all.exponent, int(all.wide), to_bytes(all.rows),
+                         to_bytes(all.row_scales), to_bytes(all.column_scales), to_bytes(all.frequencies),
+                         to_bytes(all.classes), to_bytes(all.row_factors), to_bytes(all.column_factors), to_bytes(all.counts),
+                         to_bytes(all.blocks));
 }
 
 PyObject* exchange(PyObject*, PyObject* args) {
@@ -524,6 +548,7 @@ PyMethodDef METHODS[] = {
     {"decode", decode, METH_VARARGS, nullptr},
     {"list_changes", list_changes, METH_VARARGS, nullptr},
     {"factors", factors, METH_VARARGS, nullptr},
+    {"layout", layout, METH_VARARGS, nullptr},
     {"exchange", exchange, METH_VARARGS, nullptr},
     {"cast", cast, METH_VARARGS, nullptr},
     {"codes_to_numbers", convert_codes<uint8_t, uint16_t, delta::codes_to_numbers>, METH_VARARGS, nullptr},

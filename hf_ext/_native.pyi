@@ -53,6 +53,13 @@ def factors(body: Buffer, dtype: int, values: int, row_length: int, base_values:
     """Returns the factors of the low-rank change in a body: rows (int32; 0 where a row did not change), columns (int32) and
     exponent. Returns None if the body has none. Requires no base."""
 
+def layout(
+    body: Buffer, dtype: int, values: int, row_length: int, base_values: int, /
+) -> tuple[int, float, int, int, bytes, bytes, bytes, bytes, bytes, bytes, bytes, bytes, bytes]:
+    """Returns what a body holds beside its entropy-coded numbers: the fields of `Layout` (csrc/delta/codec.h). The order is
+    plane, step, exponent, wide; rows (uint32), scales of rows and of columns (int16), frequencies (uint16), classes, factors of
+    rows and of columns, counts (int32), blocks (int64)."""
+
 def exchange(tensor: Buffer, places: Buffer, others: Buffer, row_length: int, rows: Buffer, /) -> None:
     """Exchanges values of a tensor of 16-bit numbers with others, and sets the bytes of their rows in `rows` to 1.
 

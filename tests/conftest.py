@@ -8,6 +8,7 @@ import processes  # noqa: F401  # makes forks safe
 import pytest
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_XET": "1"}
+os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
 
 
 def pytest_addoption(parser) -> None:

@@ -1,6 +1,7 @@
 // Encodes one tensor to bytes and back. docs/fm_delta_format.md describes the bytes, which it calls the body.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -51,6 +52,25 @@ struct StoredFactors {
 
 // Returns the low-rank change of a body, with rank 0 if it holds none. Needs no base. Throws as `decode` does.
 StoredFactors stored_factors(const Shape& shape, const uint8_t* body, size_t bytes);
+
+// What a body holds beside its entropy-coded numbers, for decoders on other devices.
+struct Layout {
+    int plane = 0, exponent = 0;                       // the exponent of the low-rank change
+    float step = 0;                                    // of coarse changes; 0 if values are exact
+    bool wide = false;                                 // sums of the low-rank change are wide
+    std::vector<uint32_t> rows;                        // the coded rows: those with a base, then those without
+    std::vector<int16_t> row_scales, column_scales;    // one for each of `rows`; none, or one for each column
+    std::vector<uint16_t> frequencies;                 // TABLES × SYMBOLS
+    std::vector<int32_t> classes;                      // end, shift of gaps, shift of sizes and center of each
+    std::vector<int32_t> row_factors, column_factors;  // coded rows with a base × rank; rank × row length
+    std::vector<int32_t> counts;                       // changes of each class in each block, if there are classes
+    // Of each block: whether it is alone, first of `rows`, first column, number of values, lanes (0 if verbatim), begin and end
+    // of its data in the body, after the counts.
+    std::vector<std::array<int64_t, 7>> blocks;
+};
+
+// Returns the layout of a body. Needs no base. Throws as `decode` does.
+Layout layout(const Shape& shape, const uint8_t* body, size_t bytes);
 
 // Values to store at places of a tensor, in the order of the places.
 struct Replacements {

@@ -75,7 +75,10 @@ Frequencies read_table(BitReader& in, const Frequencies& usual) {
 class TensorDecoder {
    public:
     TensorDecoder(const Shape& shape, const uint8_t* body, size_t bytes, const void* base, void* tensor)
-        : type_(float_type(shape.dtype)), base_(static_cast<const uint8_t*>(base)), tensor_(static_cast<uint8_t*>(tensor)) {
+        : type_(float_type(shape.dtype)),
+          body_(body),
+          base_(static_cast<const uint8_t*>(base)),
+          tensor_(static_cast<uint8_t*>(tensor)) {
         Reader in(body, bytes);
         plan_.shape = shape;
         plan_.plane = in.get<uint8_t>();
@@ -124,6 +127,42 @@ class TensorDecoder {
         return stored;
     }
 
+    Layout layout() const {
+        const size_t plane = size_t(plan_.plane), length = plan_.shape.row_length;
+        Layout all{plan_.plane, change_.exponent, plan_.coarse.step, change_.rank && change_.wide(), plan_.rows};
+        all.row_scales = plan_.row_scales, all.column_scales = plan_.column_scales;
+        for (int id = 0; id < TABLES; ++id) {
+            const auto own = std::find_if(own_.begin(), own_.end(), [id](const auto& one) { return one.first == id; });
+            const Frequencies& table = own == own_.end() ? DEFAULT_TABLES[size_t(id)] : own->second;
+            all.frequencies.insert(all.frequencies.end(), table.begin(), table.end());
+        }
+        for (const Class& one : plan_.classes)
+            all.classes.insert(all.classes.end(), {one.end, one.gap.shift, one.size.shift, one.center});
+        all.row_factors = change_.rows, all.column_factors = change_.columns;
+        for (size_t i = 0; i < blocks_.size(); ++i) {
+            const Block block = block_at(plan_, i);
+            const Coded& coded = blocks_[i];
+            const uint8_t *data = coded.data, *end = data + coded.bytes;
+            const bool few = plan_.few_changes(*block.part);
+            std::vector<size_t> counts(plan_.classes.size());
+            if (coded.kind == RAW) {
+                require_raw(block, coded);
+            } else if (few) {
+                counts = get_counts(plan_, block, data, end);
+            } else if (coded.kind == MEDIUM) {
+                throw std::runtime_error("a block is of a kind this version does not know");
+            }
+            const size_t lows = few ? 0 : plane * block.size, lanes = coded.kind == RAW ? 0 : lanes_of(coded.kind);
+            if (lanes && data != end && (size_t(end - data) < lows + 4 * lanes || (size_t(end - data) - lows) % 2))
+                throw std::runtime_error("an entropy-coded block has an impossible size");
+            all.counts.insert(all.counts.end(), counts.begin(), counts.end());
+            all.blocks.push_back({block.part->alone, int64_t(block.part->first_row + block.begin / length),
+                                  int64_t(block.begin % length), int64_t(block.size), int64_t(lanes), data - body_,
+                                  end - body_});
+        }
+        return all;
+    }
+
     Replacements list_changes(int threads) const {
         std::vector<Replacements> lists(blocks_.size());
         parallel_for(blocks_.size(), threads, [&](size_t i) {
@@ -159,13 +198,12 @@ class TensorDecoder {
         plan_.row_scales = get_scales(in, plan_.rows.size() - plan_.first_scaled());
         plan_.row_scales.insert(plan_.row_scales.begin(), plan_.first_scaled(), 0);
         if (flags & COLUMN_SCALES) plan_.column_scales = get_scales(in, plan_.shape.row_length);
-        std::vector<std::pair<int, Frequencies>> own;
         for (int id = 0; id < TABLES; ++id)
             if (plan_.own_tables >> id & 1)
-                own.emplace_back(id, read_table(in, plan_.usual(id)));
+                own_.emplace_back(id, read_table(in, plan_.usual(id)));
             else if (size_t(id) < 2 * plan_.classes.size())
-                own.emplace_back(id, plan_.usual(id));
-        tables_ = own.empty() ? &default_decode_tables() : &with_own_tables(own);
+                own_.emplace_back(id, plan_.usual(id));
+        tables_ = own_.empty() ? &default_decode_tables() : &with_own_tables(own_);
         if (flags & LOW_RANK) change_ = get_low_rank(in, plan_.parts[1].first_row, plan_.shape.row_length, type_.width == 8);
     }
 
@@ -247,8 +285,10 @@ class TensorDecoder {
     Plan plan_;
     LowRank change_;
     const FloatType type_;
+    const uint8_t* body_;
     const uint8_t* base_;
     uint8_t* tensor_;
+    std::vector<std::pair<int, Frequencies>> own_;  // tables in place of the default ones
     const std::vector<DecodeTable>* tables_;
     std::vector<Coded> blocks_;
 };
@@ -257,6 +297,10 @@ class TensorDecoder {
 
 void decode(const Shape& shape, const uint8_t* body, size_t bytes, const void* base, void* tensor, int threads) {
     TensorDecoder(shape, body, bytes, base, tensor).decode(threads);
+}
+
+Layout layout(const Shape& shape, const uint8_t* body, size_t bytes) {
+    return TensorDecoder(shape, body, bytes, nullptr, nullptr).layout();
 }
 
 StoredFactors stored_factors(const Shape& shape, const uint8_t* body, size_t bytes) {

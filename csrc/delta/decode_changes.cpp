@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <limits>
+#include <numeric>
 #include <stdexcept>
 
 #include "few_changes.h"
@@ -47,13 +48,22 @@ size_t get_count(const uint8_t*& data, const uint8_t* end) {
 
 }  // namespace
 
+std::vector<size_t> get_counts(const Plan& plan, const Block& block, const uint8_t*& data, const uint8_t* end) {
+    std::vector<size_t> counts(plan.classes.size());
+    if (data == end) return counts;
+    for (size_t& count : counts) count = get_count(data, end);
+    if (std::accumulate(counts.begin(), counts.end(), size_t(0)) > block.size)
+        throw std::runtime_error("a block has more changes than values");
+    return counts;
+}
+
 DecodedChanges::DecodedChanges(const Plan& plan, const Block& block, const uint8_t* data, size_t bytes, Kind kind,
                                const DecodeTable* tables)
-    : plan_(plan), block_(block), counts_(plan.classes.size()) {
-    if (bytes == 0) return;  // no value changed
+    : plan_(plan), block_(block) {
     const uint8_t* const end = data + bytes;
-    for (size_t k = 0; k < plan.classes.size(); ++k) all_ += counts_[k] = get_count(data, end);
-    if (all_ > block.size) throw std::runtime_error("a block has more changes than values");
+    counts_ = get_counts(plan, block, data, end);
+    if (bytes == 0) return;
+    all_ = std::accumulate(counts_.begin(), counts_.end(), size_t(0));
     const std::unique_ptr<Context[]> contexts(new Context[2 * all_]);
     Context* next = contexts.get();
     for (size_t k = 0; k < plan.classes.size(); ++k)

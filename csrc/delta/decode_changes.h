@@ -9,6 +9,10 @@
 
 namespace hf_ext::delta {
 
+// Reads the number of changes in each class at the beginning of a block, and moves `data` behind them. A block without data has
+// none. Throws std::runtime_error if there are more than the block has values.
+std::vector<size_t> get_counts(const Plan& plan, const Block& block, const uint8_t*& data, const uint8_t* end);
+
 class DecodedChanges {
    public:
     // `tables` has an entry for each of the plan's. The block's kind is not RAW. Throws std::runtime_error, as the other

@@ -23,6 +23,8 @@ class LowRank {
     // Writes the moved base of a block to the same positions in `out`. The block's values must have a base.
     void predict(const Plan& plan, const Part& part, size_t begin, size_t size, const void* base, void* out) const;
 
+    bool wide() const { return wide_; }
+
    private:
     bool wide_ = false;                                      // sums of products need double precision
     std::shared_ptr<const struct ArrangedFactors> factors_;  // in the layout that the sums are computed from

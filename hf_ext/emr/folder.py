@@ -7,6 +7,7 @@ import os
 from collections.abc import Hashable
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import xxhash
@@ -14,7 +15,7 @@ import xxhash
 from hf_ext.emr import election
 from hf_ext.emr.download import merge_folder
 from hf_ext.emr.layout import task_files, task_folder
-from hf_ext.emr.modulators import FILE, OWN, REPAIR, ROWS, TaskFile
+from hf_ext.emr.modulators import CODE, FILE, OWN, REPAIR, ROWS, TaskFile
 from hf_ext.emr.parts import Parts
 from hf_ext.errors import CheckpointError, CorruptFileError
 from hf_ext.storage.config_file import CONFIG, read_config
@@ -26,6 +27,9 @@ from hf_ext.storage.prefetch import threads_for
 from hf_ext.storage.safetensors_file import Entry, RawTensor
 from hf_ext.storage.source import TensorSource
 from hf_ext.storage.stored import OF_TASK
+
+if TYPE_CHECKING:
+    import torch
 
 
 class MergeFolder:
@@ -173,6 +177,18 @@ class MergeFolder:
                 out = np.concatenate([out, file.read(ROWS + name).data])
         return RawTensor(entry.dtype, entry.shape, out)
 
+    def tensor_on(self, task: str, name: str, device: torch.device) -> torch.Tensor:
+        """Returns a tensor of a task's model on a device, where a coded one may be decoded."""
+        from hf_ext.storage.delta.device_decode import decode
+
+        file = self.files[task]
+        coded = file.record.ties.get(name, name)
+        if file.is_coded(coded):
+            decoded = decode(file.read(CODE + coded).data, file.header(coded), self.base, device)
+            if decoded is not None:
+                return decoded
+        return self.tensor(task, name).to_device(device)
+
     def source(self, task: str) -> TaskSource:
         """Returns the tensors of a task's model."""
         self.require_task(task)
@@ -212,6 +228,9 @@ class TaskSource(TensorSource):
 
     def read(self, name: str, out: np.ndarray | None = None) -> RawTensor:
         return self._merged.tensor(self._task, name, out)
+
+    def read_on(self, name: str, device: torch.device) -> torch.Tensor:
+        return self._merged.tensor_on(self._task, name, device)
 
     def __contains__(self, name: object) -> bool:
         return name in self._merged.files[self._task].record.ties or super().__contains__(name)

@@ -25,6 +25,8 @@ from hf_ext.storage.safetensors_file import Entry, RawTensor
 from hf_ext.storage.source import TensorSource
 
 if TYPE_CHECKING:
+    import torch
+
     from hf_ext.integration.loading.weight_plan import Loaded
 
 
@@ -94,3 +96,6 @@ class _OneTask(TensorSource):
 
     def read(self, name: str, out: np.ndarray | None = None) -> RawTensor:
         return self.merged.tensor(self.holder[name], name)
+
+    def read_on(self, name: str, device: torch.device) -> torch.Tensor:
+        return self.merged.tensor_on(self.holder[name], name, device)

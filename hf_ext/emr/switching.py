@@ -126,7 +126,7 @@ class SetTask:
             if not loaded.is_in(new):
                 logger.warning_once(f"Task '{name}' has no tensors for '{loaded.target}', which keeps the values it has.")
             elif discard or name != active:
-                tensors |= loaded.tensors(self.model, new)
+                tensors |= weights.tensors_of(loaded, new)
         for copy, origin in weights.copies().items():
             if not discard and not is_same(weights.tensors[copy], weights.tensors[origin]):
                 raise UnsavedChangesError(active, copy)

@@ -15,6 +15,7 @@ from hf_ext.errors import CheckpointError, HfExtError
 from hf_ext.integration import compat
 from hf_ext.integration.config_change import plain
 from hf_ext.storage.config_file import forget_encoding
+from hf_ext.storage.delta.device_decode import decoding_device
 from hf_ext.storage.prefetch import Prefetcher, progress
 from hf_ext.storage.safetensors_file import Entry, safetensors_dtype
 from hf_ext.storage.source import TensorSource
@@ -126,10 +127,15 @@ class LiveWeights:
             return None
         return weight.detach().reshape(-1).view(torch.uint8).numpy()
 
+    def tensors_of(self, loaded: Loaded, source: TensorSource) -> dict[str, torch.Tensor]:
+        """Returns the weights that a source's tensors give, decoded on their device if that is turned on."""
+        weights = [self.tensors[name] for name in loaded.shapes(self.model, source) if name in self.tensors]
+        return loaded.tensors(self.model, source, decoding_device(weight.device for weight in weights))
+
     def changed(self, loaded: Loaded, source: TensorSource, types: Mapping[str, torch.dtype]) -> str | None:
         """Returns a weight that differs in any bit from what a source's tensors give, rounded to these types first; None if
         there is none."""
-        for name, tensor in loaded.tensors(self.model, source).items():
+        for name, tensor in self.tensors_of(loaded, source).items():
             if name not in self.tensors or not is_same(self.tensors[name], tensor.to(types.get(name, tensor.dtype))):
                 return name
         return None
@@ -161,7 +167,7 @@ class LiveWeights:
         memory = self.memory(loaded, source.entry(names[0]))
         with torch.inference_mode(False):
             if memory is None:
-                self.set(loaded.tensors(self.model, source))
+                self.set(self.tensors_of(loaded, source))
             else:
                 data = source.read(names[0], memory).data
                 if data is not memory:  # it is mapped from a file, for instance

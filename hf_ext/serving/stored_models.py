@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from hf_ext.emr.folder import open_merge
 from hf_ext.errors import BaseModelError, CheckpointError
 from hf_ext.storage.config_file import ENCODINGS
+from hf_ext.storage.delta.device_decode import decoding_device
 from hf_ext.storage.prefetch import Prefetcher
 from hf_ext.storage.source import TensorSource
 from hf_ext.storage.stored import Stored, split_task
@@ -48,13 +50,17 @@ class StoredModel(NamedTuple):
         return stored.tensors()
 
 
-def read_tensors(source: TensorSource, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Returns an iterator over tensors and their names. Threads that decode them start at once."""
-    tensors = Prefetcher(source.read, {name: source.entry(name).nbytes for name in names})
+def read_tensors(
+    source: TensorSource, names: list[str], devices: Iterable[torch.device] = ()
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Returns an iterator over tensors and their names. Threads that decode them start at once. `devices` are those of the
+    weights; tensors may be on another."""
+    read = partial(source.read_on, device=decoding_device(devices))
+    tensors = Prefetcher(read, {name: source.entry(name).nbytes for name in names})
 
     def convert() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in tensors:
-            yield name, tensor.to_torch()
+            yield name, tensor
             source.release(name)
 
     return convert()

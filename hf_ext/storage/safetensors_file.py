@@ -7,7 +7,7 @@ import math
 import operator
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -103,6 +103,16 @@ class RawTensor:
             return torch.empty(shape, dtype=dtype)
         data = self.data if self.data.flags.writeable else self.data.copy()
         return torch.from_numpy(data).view(dtype).reshape(shape)
+
+    def to_device(self, device: torch.device) -> torch.Tensor:
+        """Returns a tensor on a device. It travels to a GPU through pinned memory, which is faster."""
+        import torch
+
+        if device.type != "cuda":
+            return self.to_torch().to(device)
+        pinned = torch.empty(self.data.size, dtype=torch.uint8, pin_memory=True).numpy()
+        pinned[:] = self.data
+        return replace(self, data=pinned).to_torch().to(device)
 
 
 class TensorFile(Protocol):

@@ -6,12 +6,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import xxhash
 
 from hf_ext.storage.names import Names
 from hf_ext.storage.safetensors_file import Entry, RawTensor
+
+if TYPE_CHECKING:
+    import torch
 
 FINGERPRINT_SAMPLE = 1024  # bytes read at each of three places of a tensor
 
@@ -47,6 +51,10 @@ class TensorSource(ABC):
             out: writable bytes of the tensor's size. A source that computes the tensor may do so there; its result then holds
                 this array.
         """
+
+    def read_on(self, name: str, device: torch.device) -> torch.Tensor:
+        """Returns a tensor on a device. A source may decode it there, see `delta/device_decode.py`."""
+        return self.read(name).to_device(device)
 
     def read_rows(self, name: str, begin: int, end: int) -> RawTensor:
         """Returns the rows from `begin` to `end` of a tensor, along its first dimension."""
@@ -105,6 +113,9 @@ class Renamed(TensorSource):
 
     def read(self, name: str, out: np.ndarray | None = None) -> RawTensor:
         return self._source.read(self._name_of[name], out)
+
+    def read_on(self, name: str, device: torch.device) -> torch.Tensor:
+        return self._source.read_on(self._name_of[name], device)
 
     def read_rows(self, name: str, begin: int, end: int) -> RawTensor:
         return self._source.read_rows(self._name_of[name], begin, end)

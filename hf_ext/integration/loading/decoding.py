@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from concurrent.futures import Future
+from functools import partial
 from re import escape
 from typing import Any
 
@@ -20,6 +21,7 @@ from transformers.quantizers.base import HfQuantizer
 from hf_ext.errors import HfExtError
 from hf_ext.integration import compat
 from hf_ext.integration.loading.renaming import destinations
+from hf_ext.storage.delta.device_decode import decoding_device
 from hf_ext.storage.delta.source import payload_name
 from hf_ext.storage.prefetch import Prefetcher
 
@@ -56,13 +58,16 @@ class Decoding:
                 converter.force_cpu = self.works_on_cpu
                 converter.quantization_operation = self.quantize
         # Decoding runs ahead of loading, in the same order.
-        self.tensors = Prefetcher(source.read, {name: source.entry(name).nbytes for name in places})
+        self.device = decoding_device(quantizer.devices if self.works_on_cpu else ())
+        read = partial(source.read_on, device=self.device)
+        self.tensors = Prefetcher(read, {name: source.entry(name).nbytes for name in places})
 
     def decode(self, name: str, payload: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Returns a tensor in this type, on the device of its payload. Keeps an error until loading ends, where it can be
-        raised as it is."""
+        """Returns a tensor in this type, on the device of its payload, or on that on which it is decoded. Keeps an error until
+        loading ends, where it can be raised as it is."""
         try:
-            return self.tensors.result(name).to_torch().to(payload.device, dtype)
+            tensor = self.tensors.result(name)
+            return tensor.to(payload.device if self.device.type == "cpu" else self.device, dtype)
         except HfExtError as error:
             self.error = self.error or error
             return torch.empty(self.quantizer.source.entry(name).shape)

@@ -189,13 +189,14 @@ class DecodingQuantizer(DecodingForAnother, HfQuantizer):
         dtype = self.stored_dtype(dtype)
         return compat.zero3_dtype() or dtype if self.then is None else self.then.update_dtype(dtype)
 
-    def preprocess_model(self, model, dtype: torch.dtype | None = None, **kwargs):
+    def preprocess_model(self, model, dtype: torch.dtype | None = None, device_map: Any = None, **kwargs):
         self.model, self.dtype = model, dtype
+        self.devices = device_map.values() if isinstance(device_map, dict) else ()  # none if they are still to be chosen
         # Of the weights before a requested quantization changes their shapes.
         self.weights = model.state_dict(keep_vars=True)
-        super().preprocess_model(model, dtype=dtype, **kwargs)
+        super().preprocess_model(model, dtype=dtype, device_map=device_map, **kwargs)
         if self.then is not None:
-            self.then.preprocess_model(model, dtype=dtype, **kwargs)
+            self.then.preprocess_model(model, dtype=dtype, device_map=device_map, **kwargs)
 
     def _process_model_before_weight_loading(self, model, checkpoint_files: list[str] | None = None, **kwargs):
         # Transformers replaces errors during loading by a generic one, so everything that can be checked is checked here.

@@ -73,13 +73,13 @@ class StoredModelLoader(DefaultModelLoader):
         if is_first and isinstance(source, Checkpoint):
             yield from super().get_all_weights(model_config, model)
         elif before is None or memory.name == name or memory.states != _states(before):
-            yield from _read(source, source.names())
+            yield from _read(source, source.names(), model)
         else:
             names = list(changed(before, source))
             logger.info(
                 "Switching to %s: %d of its %d tensors are in layers that differ.", source, len(names), len(source.names())
             )
-            yield from _read(source, names)
+            yield from _read(source, names, model)
         memory.name, memory.source, memory.states = name, source, states
 
 
@@ -89,10 +89,10 @@ def _states(source: TensorSource) -> list[tuple[int, ...]]:
     return [(file.st_ino, file.st_size, file.st_mtime_ns) if file else () for file in stats]
 
 
-def _read(source: TensorSource, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+def _read(source: TensorSource, names: list[str], model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     done = 0
     with _all_cores():
-        tensors = read_tensors(source, names)
+        tensors = read_tensors(source, names, {weight.device for weight in model.parameters()})
     try:
         for name, tensor in tensors:
             yield name, tensor

@@ -50,6 +50,13 @@ class DeltaCheckpoint(TensorSource):
     def read(self, name: str, out: np.ndarray | None = None) -> RawTensor:
         return decode_tensor(self._file_of[name], self.base, name, out)
 
+    def read_on(self, name: str, device: torch.device) -> torch.Tensor:
+        from hf_ext.storage.delta.device_decode import decode
+
+        file = self._file_of[name]
+        decoded = decode(file.payload(name), file.headers[name], self.base, device)
+        return super().read_on(name, device) if decoded is None else decoded
+
     def read_rows(self, name: str, begin: int, end: int) -> RawTensor:
         """Returns rows of a tensor. Decodes only these, if the matrices of its last two dimensions are encoded separately."""
         file = self._file_of[name]
