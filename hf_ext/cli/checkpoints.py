@@ -34,7 +34,7 @@ def inspect(
     folder, method = opened(src)
     report = emr.report(folder) if method is emr else method.inspect(folder)
     missing = drawn(lambda: report.plot(plot)) if plot else ""
-    text = str(report) if verbose or method is emr else report.summary()
+    text = str(report) if verbose or method is emr else f"{report.kind_table()}\n\n{report.summary()}"
     return Result(text + missing, report.to_dict())
 
 

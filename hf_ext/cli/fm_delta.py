@@ -96,9 +96,9 @@ def compress(
     stays = ""
     if written.base and os.path.isabs(written.base):
         stays = (
-            f"\nThe base is recorded as {written.base}, which other machines lack. --base-id records its Hub id; for a base "
+            f"\nThe base is recorded as {written.base}, which other machines lack. Record its Hub id with --base-id, or put "
         )
-        stays += "beside OUT, its path from there is recorded."
+        stays += "OUT beside the base: then both can move together."
     text = f"{finding}{written.summary()}{verified}{stays}{missing_config(out)}"
     return Result(text, written.to_dict() | {"tensors": len(written.tensors)})  # `hf-ext inspect` lists them
 
