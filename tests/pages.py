@@ -2,7 +2,7 @@
 
     python tests/pages.py results.json README.md docs/emr.md
 
-Blocks marked `python` share one namespace a page. Of those marked `sh` the lines `hf-ext …` are run. What a reader brings along
+Blocks marked `python` share one namespace a page. Of those marked `sh` the lines `hf-ext …` and `hf upload …` are run. What a reader brings along
 (models, folders, data) is made here, tiny. Names of the Hub are looked for at HF_ENDPOINT; tiny models are pushed there first.
 """
 
@@ -14,6 +14,7 @@ import json
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 import tempfile
 import traceback
@@ -130,6 +131,8 @@ def run_page(path: Path, make: Callable[[], dict[str, Any]]) -> None:
             for words in commands(block.text):
                 if words[0] == "hf-ext" and words[1] not in ELSEWHERE:
                     run_command(words[1:], f"{path}, in the block from line {block.line}")
+                elif words[:2] == ["hf", "upload"]:
+                    subprocess.run([Path(sys.executable).with_name("hf"), *words[1:]], check=True, capture_output=True)
 
 
 def run_command(words: list[str], where: str) -> None:
@@ -168,7 +171,8 @@ def writers(*names: str) -> None:
 
 def fm_delta() -> dict[str, Any]:
     classifiers("my-bert", "my-model", "my-models/first", "my-models/second")
-    AutoModel.from_pretrained(BERT).save_pretrained("bert-a")
+    for name in ("bert-a", "my-base"):
+        AutoModel.from_pretrained(BERT).save_pretrained(name)
     torch.manual_seed(9)
     BertModel(tiny_models.bert().config).save_pretrained("bert-b")
     classifier(3, 0).push_to_hub("me/my-bert")
@@ -290,15 +294,9 @@ def readme() -> dict[str, Any]:
     return pissa() | {"image": tiny_uni_med.image()}
 
 
-def index() -> dict[str, Any]:
-    classifiers("my-cola", "my-sst2")
-    return {}
-
-
 METHODS = (fm_delta, emr, pissa, trans_lora, uni_med, weight_sync)
 MAKERS = {"README.md": readme} | {
-    f"{make.__name__}.md": make
-    for make in (*METHODS, fm_delta_training, fm_delta_lora, serving, index, uni_med_data, uni_med_cmoe)
+    f"{make.__name__}.md": make for make in (*METHODS, fm_delta_training, fm_delta_lora, serving, uni_med_data, uni_med_cmoe)
 }
 
 

@@ -236,7 +236,7 @@ def test_a_base_that_has_moved_is_given_by_name(folder, capsys):
 
 def test_inspect_prints_its_summary_or_tables_and_draws_a_picture(folder, capsys, monkeypatch):
     report = fm_delta.inspect(folder / "small")
-    assert run(capsys, "inspect", folder / "small") == (0, f"{report.summary()}\n", "")
+    assert run(capsys, "inspect", folder / "small") == (0, f"{report.kind_table()}\n\n{report.summary()}\n", "")
     assert run(capsys, "inspect", folder / "small", "--verbose") == (0, f"{report}\n", "")
     picture = folder / "sizes.png"
     assert run(capsys, "inspect", folder / "small", "--plot", picture)[0] == 0

@@ -161,7 +161,7 @@ def check_command(words: list[str], strict: bool) -> None:
         beside = "".join(shown(path) for path in script.parent.glob("*.py"))
         own = [word.removeprefix("--") for word in rest[rest.index(str(script.relative_to(ROOT))) :] if word.startswith("--")]
         assert all(re.search(rf"\b{option}\b", beside) for option in own), words
-    elif program not in ("axolotl", "cp", "curl", "git", "hf", "sglang", "swift", "vllm"):  # not installed with the tests
+    elif program not in ("axolotl", "cp", "curl", "git", "hf", "rm", "sglang", "swift", "vllm"):  # not installed with the tests
         assert not strict, f"{words}: no test knows this program"
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Annotated
 
-from hf_ext.cli.command import Json, MovedBase, Plot, Result, Section, Verbose, argument, drawn, missing_config
+from hf_ext.cli.command import Json, MovedBase, Plot, Result, Section, Verbose, argument, drawn, missing_config, option
 
 section = Section(
     "Inspect a compressed model or a merge, and check it",
@@ -34,7 +34,7 @@ def inspect(
     folder, method = opened(src)
     report = emr.report(folder) if method is emr else method.inspect(folder)
     missing = drawn(lambda: report.plot(plot)) if plot else ""
-    text = str(report) if verbose or method is emr else report.summary()
+    text = str(report) if verbose or method is emr else f"{report.kind_table()}\n\n{report.summary()}"
     return Result(text + missing, report.to_dict())
 
 
@@ -48,6 +48,23 @@ def verify(src: Stored, base: MovedBase = None, as_json: Json = False) -> Result
     count = method.verify(folder, base=base)
     text = f"All {count} tensors of {src} match their checksums. Files without weights have none.{missing_config(folder)}"
     return Result(text, {"src": src, "tensors": count})
+
+
+@section.command(
+    "record another place of the base, in config.json alone",
+    "  hf-ext rebase my-bert-small --base /mnt/bert\n  hf-ext rebase my-bert-small --base google-bert/bert-base-uncased",
+    "Checks that it is the same model. A base beside the folder is recorded by a relative path: both can move together. "
+    "Without this command, a base that has moved is searched for in the folders of HF_EXT_BASES.",
+)
+def rebase(
+    folder: Annotated[str, argument("FOLDER", "Compressed folder, or folder of a merge.")],
+    base: Annotated[str, option("--base", "Folder or Hub id where the base is now.")],
+    as_json: Json = False,
+) -> Result:
+    from hf_ext.storage.open import rebase
+
+    rebase(Path(folder), base)
+    return Result(f"{folder} now names the base {base}.", {"folder": folder, "base": base})
 
 
 def opened(src: str) -> tuple[Path, ModuleType]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from collections.abc import Iterator
 from concurrent.futures import Executor
 from pathlib import Path
@@ -92,7 +93,13 @@ def compress(
         require_related(src, base, revision)
     written = fm_delta.compress_checkpoint(src, base, out, revision, verify, level, base_id, overwrite=force)
     verified = f"\nAll {len(written.tensors)} tensors decode to those of {src}." if verify else ""
-    text = f"{finding}{written.summary()}{verified}{missing_config(out)}"
+    stays = ""
+    if written.base and os.path.isabs(written.base):
+        stays = (
+            f"\nThe base is recorded as {written.base}, which other machines lack. Record its Hub id with --base-id, or put "
+        )
+        stays += "OUT beside the base: then both can move together."
+    text = f"{finding}{written.summary()}{verified}{stays}{missing_config(out)}"
     return Result(text, written.to_dict() | {"tensors": len(written.tensors)})  # `hf-ext inspect` lists them
 
 

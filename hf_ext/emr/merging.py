@@ -28,7 +28,9 @@ from hf_ext.storage.checkpoint import holds_weights
 from hf_ext.storage.config_file import CONFIG
 from hf_ext.storage.files import copy, require_another_folder, scan, staged_folder, write_json
 from hf_ext.storage.guards import require_new
+from hf_ext.storage.hub import absolute, name_from
 from hf_ext.storage.layout import OURS
+from hf_ext.storage.open import record_base
 from hf_ext.storage.plain_writer import shards_of, write_files
 from hf_ext.storage.prefetch import Prefetcher, progress
 from hf_ext.storage.source import TensorSource
@@ -270,6 +272,7 @@ def _write(
         with MergeWriter(base, config_of(base), models, stage, merged, options) as writer:
             writer.write_weights()
             finished = _write_tasks(writer, stage, out, [base.name, *folders], options.size)
+        record_base(stage, name_from(out, absolute(base.name)), base.revision)
         new = [task for task in finished.tasks if task.task in tasks]
         if options.is_coded and not options.accept_conflicts:
             require_closer({task.task: (task.relative, task.cosine) for task in new}, are_coded=True)

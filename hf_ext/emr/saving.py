@@ -17,10 +17,10 @@ from hf_ext.emr.switching import SetTask
 from hf_ext.errors import CheckpointError
 from hf_ext.integration.cards import CARD, has_card
 from hf_ext.integration.save_hooks import Saving
-from hf_ext.storage.config_file import CONFIG, add_settings, is_merge, remove_settings, storage_settings
-from hf_ext.storage.files import require_another_folder, rewrite, staged_folder
-from hf_ext.storage.hub import absolute
-from hf_ext.storage.source import TensorSource
+from hf_ext.storage.config_file import is_merge
+from hf_ext.storage.files import require_another_folder, staged_folder
+from hf_ext.storage.hub import absolute, name_from
+from hf_ext.storage.open import record_base
 
 logger = get_logger(__name__)
 
@@ -73,7 +73,8 @@ class MergedSaving(Saving):
                 (stage / path).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(switch.merged.folder / path, stage / path)
             if not (folder.is_dir() and folder.samefile(switch.merged.folder)):
-                _record_base(stage, switch.merged.base)
+                base = switch.merged.base  # the copied path may be relative to the folder of the merge
+                record_base(stage, name_from(folder, absolute(base.name)), base.revision)
         return [path.as_posix() for path in files]
 
     def push(self, folder: Path, names: list[str], *args: Any, **options: Any) -> CommitInfo:
@@ -91,11 +92,3 @@ def _edited(model: PreTrainedModel) -> list[str]:
     stored = type(model.config).from_dict(deepcopy(config))
     keys = [key for key in config if key not in SET_BY_RUNNING]
     return [key for key in keys if getattr(model.config, key, None) != getattr(stored, key, None)]
-
-
-def _record_base(stage: Path, base: TensorSource) -> None:
-    """Makes config.json name the base that is in use. The copied path may be relative to the folder of the merge."""
-    settings = storage_settings(stage)
-    used = settings | {"base": absolute(base.name), "revision": base.revision}
-    if used != settings:
-        rewrite(stage / CONFIG, lambda text: add_settings(remove_settings(text), used))

@@ -20,7 +20,7 @@ from queue import SimpleQueue
 from typing import Any
 
 import xxhash
-from huggingface_hub.utils import disable_progress_bars, tqdm
+from huggingface_hub.utils import disable_progress_bars
 
 from hf_ext.display import megabytes, percent, table
 from hf_ext.errors import CheckpointError, CorruptFileError, HfExtError
@@ -32,7 +32,7 @@ from hf_ext.storage.delta import DEFAULT_LEVEL
 from hf_ext.storage.files import locked, write_atomically
 from hf_ext.storage.hub import absolute, absolute_path
 from hf_ext.storage.layout import PIPELINE, all_weights, models_in, weights_instead
-from hf_ext.storage.prefetch import at_most_cores, cores
+from hf_ext.storage.prefetch import at_most_cores, cores, progress
 
 RECORD = "compress_all.json"  # in the folder of the compressed models
 IMPORTS = threading.Lock()
@@ -157,7 +157,7 @@ def compress_all(
         todo = [path for path, reason in folders.items() if not (reason or _is_done(results, path, out, common, verify))]
         try:
             futures = {pool.submit(work, source, out / source.name, overwrite, *options): source for source in todo}
-            for future in tqdm(as_completed(futures), "Compressing models", len(futures), disable=not futures):
+            for future in progress("Compressing", len(futures), "models", as_completed(futures)) if futures else ():
                 source = futures[future]
                 try:
                     results[source.name] = future.result()

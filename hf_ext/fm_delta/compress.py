@@ -98,7 +98,7 @@ def write_with_card(sets: Sets, base: TensorSource, out: Path, target: Path | No
     record = {}
     if target and (out / CONFIG).exists() and not has_card(out):
         record = card_record(target) if has_card(target) else ADDED_CARD
-    info = write_model(sets, base, out, settings=record, **options)
+    info = write_model(sets, base, out, settings=record, target=target, **options)
     if record:
         figures = {"alone": info is None, "revision": info and info.revision, "model_class": class_of(out)}
         bases = [] if info is None else [info.name]

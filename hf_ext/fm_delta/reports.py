@@ -161,7 +161,7 @@ def report_of(opened: Sequence[tuple[str, CompressedFile]]) -> CheckpointReport:
         for place, file in opened
         for name, header in sorted(file.headers.items(), key=lambda item: _natural(item[0]))
     ]
-    files, (base, revision) = [file for _, file in opened], base_of(opened[0][1], None)
+    files, (base, revision) = [file for _, file in opened], base_of(opened[0][1], opened[0][1].path.parent)
     return CheckpointReport(
         base and base.removesuffix(f"/{opened[0][0]}"),
         revision,

@@ -223,6 +223,13 @@ def absolute(name: str | os.PathLike) -> str:
     return absolute_path(name) if os.path.isdir(name) else os.fspath(name)
 
 
+def name_from(folder: Path, base: str) -> str:
+    """Returns the name by which a folder records its base, which is an absolute path or a Hub id: a relative path if the base
+    lies beside the folder, so that both can move together."""
+    beside = os.path.isabs(base) and os.path.realpath(os.path.dirname(base)) == os.path.dirname(os.path.realpath(folder))
+    return os.path.join(os.pardir, os.path.basename(base)) if beside else base
+
+
 def absolute_path(path: str | os.PathLike) -> str:
     """Returns the absolute path of a file or folder without "..". As the system does, follows the links that lead to a ".."."""
     return os.path.realpath(path) if os.pardir in Path(path).parts else os.path.abspath(path)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hf_ext.errors import BaseModelError, CheckpointError
+from hf_ext.errors import BaseModelError, CheckpointError, HfExtError
 from hf_ext.storage.checkpoint import Checkpoint
-from hf_ext.storage.config_file import storage_settings
-from hf_ext.storage.delta.file import CompressedFile, check_shards
+from hf_ext.storage.config_file import CONFIG, ENCODINGS, add_settings, remove_settings, storage_settings
+from hf_ext.storage.delta.file import BaseInfo, CompressedFile, check_shards
 from hf_ext.storage.delta.source import DeltaCheckpoint
-from hf_ext.storage.hub import HUB, Hub, absolute_path, snapshot_of
-from hf_ext.storage.layout import shard_sets
+from hf_ext.storage.files import locked, rewrite
+from hf_ext.storage.hub import HUB, Hub, absolute, absolute_path, name_from, snapshot_of, within
+from hf_ext.storage.layout import models_in, shard_sets
 from hf_ext.storage.safetensors_file import SafetensorsFile
 from hf_ext.storage.source import NoBase, TensorSource
 from hf_ext.storage.weights import Kind, kind_of, open_weights, require_all
@@ -23,9 +25,10 @@ if TYPE_CHECKING:
     from huggingface_hub.utils import SafetensorsFileMetadata
 
 MAX_CHAIN = 64  # limit of compressed checkpoints that are opened to read one
+BASES = "HF_EXT_BASES"  # environment variable: folders of bases, separated as in PATH
 MOVED = (
-    'If the base has moved, set "base" under "quantization_config" in config.json to its folder or Hub id '
-    "(on the command line: --base)."
+    "If the base has moved, record its folder or Hub id with `hf-ext rebase` (for one command: --base), or list the folder "
+    f"that it is in in {BASES}."
 )
 
 
@@ -95,7 +98,10 @@ def open_base(
     try:
         weights = Checkpoint(name, revision, hub, partial(_require_fitting, files))
     except BaseModelError as error:
-        raise BaseModelError(f"The base model {recorded} is needed to read this checkpoint, {this}. {error} {MOVED}") from error
+        if (moved := _moved_base(recorded)) is None:
+            message = f"The base model {recorded} is needed to read this checkpoint, {this}. {error} {MOVED}"
+            raise BaseModelError(message) from error
+        weights = moved
     if weights.kind is Kind.MERGE:
         raise BaseModelError(f"The base {weights} of {this} {Kind.MERGE.value}")
     source: TensorSource = weights
@@ -119,6 +125,42 @@ def base_of(file: CompressedFile, folder: Path | None) -> tuple[str | None, str 
     if "base" in settings:
         return settings["base"], settings.get("revision")
     return (None, None) if file.base is None else (file.base.name, file.base.revision)
+
+
+def rebase(folder: Path, base: str | os.PathLike) -> None:
+    """Records another folder or Hub id of the base of a compressed model, pipeline or merge. Changes config.json alone. Raises
+    CheckpointError if the folder holds none of these, and BaseModelError if the base cannot be read or is another model."""
+    with locked(folder):
+        places = [place for place in models_in(folder) if storage_settings(folder / place).get("quant_method") in ENCODINGS]
+        if not places:
+            raise CheckpointError(f"{folder} holds no compressed model and no merge, or its {CONFIG} does not say so.")
+        bases = {place: open_base(open_files(folder / place), within(absolute(base), place)) for place in places}
+        for place, source in bases.items():
+            if source.name != within(absolute(base), place):  # it was found in a folder of BASES
+                raise BaseModelError(f"There is no base '{base}' that can be read, but the same model is in {source}.")
+            record_base(folder / place, name_from(folder / place, source.name), source.revision)
+
+
+def record_base(folder: Path, name: str, revision: str | None) -> None:
+    """Makes the config.json of a compressed model or a merge name this base."""
+    before = storage_settings(folder)
+    settings = before | {"base": name, "revision": revision}
+    if settings != before:
+        rewrite(folder / CONFIG, lambda text: add_settings(remove_settings(text), settings))
+
+
+def _moved_base(recorded: BaseInfo) -> Checkpoint | None:
+    """Returns the checkpoint with the fingerprint of a base that is not where config.json says: that at the absolute path in
+    the weights' files, or one in the folders of `BASES`; None if there is none."""
+    listed = [Path(place) for place in os.environ.get(BASES, "").split(os.pathsep) if place]
+    places = [Path(recorded.name)] if os.path.isabs(recorded.name) else []
+    for place in (*places, *(path for folder in listed for path in (folder, *sorted(folder.glob("*"))))):
+        with contextlib.suppress(HfExtError, OSError):  # it holds no model, or one that cannot be read
+            weights = Checkpoint(place)
+            source = weights if weights.kind is Kind.PLAIN else open_shards(weights.files)[0]
+            if source.fingerprint == recorded.fingerprint:
+                return weights
+    return None
 
 
 def require_depth(base: TensorSource) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from threading import Event
@@ -162,9 +162,9 @@ def at_most_cores(count: int) -> Iterator[None]:
         _limit.reset(token)
 
 
-def progress(what: str, count: int | None) -> tqdm:
-    """Returns a progress bar that counts tensors, without an end if their number is None. Transformers' and huggingface_hub's
-    settings hide it."""
+def progress(what: str, count: int | None, unit: str = "tensors", items: Iterable | None = None) -> tqdm:
+    """Returns a progress bar, without an end if the count is None; around `items`, it counts them. A log file gets a line of it
+    every ten seconds. Transformers' and huggingface_hub's settings hide it."""
     from huggingface_hub.utils import tqdm
 
-    return tqdm(total=count, desc=f"{what} tensors")
+    return tqdm(items, total=count, desc=f"{what} {unit}", mininterval=0.1 if sys.stderr.isatty() else 10)

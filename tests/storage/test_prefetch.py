@@ -4,12 +4,13 @@ import contextlib
 import os
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
-from hf_ext.storage.prefetch import CORES, Prefetcher, at_most_cores, cores
+from hf_ext.storage.prefetch import CORES, Prefetcher, at_most_cores, cores, progress
 
 
 def test_a_limit_of_cores_holds_in_the_threads_too():
@@ -59,3 +60,12 @@ def test_pytorch_uses_one_core_per_tensor():
         assert threads_of_a_new_thread() == 3
     finally:
         torch.set_num_threads(before)
+
+
+def test_a_log_file_gets_few_states_of_a_bar(capsys):
+    with progress("Testing", 30) as bar:
+        for _ in range(30):
+            time.sleep(0.02)
+            bar.update()
+    printed = capsys.readouterr().err
+    assert "Testing tensors: 100%" in printed and printed.count("Testing tensors") <= 2

@@ -17,7 +17,7 @@ from hf_ext.storage.delta import DEFAULT_LEVEL, LEVELS
 from hf_ext.storage.delta.codec import encode_raw
 from hf_ext.storage.delta.file import MAX_USES, BaseInfo, CompressedWriter, digest_of
 from hf_ext.storage.files import rewrite
-from hf_ext.storage.hub import absolute
+from hf_ext.storage.hub import absolute, name_from
 from hf_ext.storage.prefetch import Prefetcher, progress, threads_for
 from hf_ext.storage.safetensors_file import SafetensorsFile, TensorFile, float_name
 from hf_ext.storage.source import NoBase, TensorSource, fingerprint_of, sample
@@ -96,6 +96,7 @@ def write_model(
     level: int = DEFAULT_LEVEL,
     settings: dict | None = None,
     revision: str | None = None,
+    target: Path | None = None,
 ) -> BaseInfo | None:
     """Compresses the weights of a model into a folder, where its config.json is already, and adds the `quantization_config`
     entry to that. Returns what is recorded of the base. Raises CheckpointError if the base lies in these files.
@@ -103,6 +104,7 @@ def write_model(
     Args:
         sets, base, out, name, level, revision: see `write_delta`. The set that `from_pretrained` reads comes first.
         settings: more values for the entry.
+        target: the folder that the files of `out` will go to. Its config.json names a base beside it by a relative path.
     """
     src = sets[0][0].path.parent
     if any(path.parent.samefile(src) for path in base.paths):
@@ -110,7 +112,7 @@ def write_model(
     entries = sets[0][0].entries
     info, _ = write_delta(sets, base, out, name, level, revision)
     dtype = float_name(entries[key].dtype for key in sorted(entries))
-    name, revision = (None, None) if info is None else (info.name, info.revision)
+    name, revision = (None, None) if info is None else (name_from(target or out, info.name), info.revision)
     entry = {"quant_method": FM_DELTA, "hint": HINT, "base": name, "revision": revision, "dtype": dtype}
     rewrite(out / CONFIG, lambda text: add_settings(text, entry | (settings or {})))
     return info
