@@ -2,8 +2,9 @@
 
     python tests/pages.py results.json README.md docs/emr.md
 
-Blocks marked `python` share one namespace a page. Of those marked `sh` the lines `hf-ext …` and `hf upload …` are run. What a reader brings along
-(models, folders, data) is made here, tiny. Names of the Hub are looked for at HF_ENDPOINT; tiny models are pushed there first.
+Blocks marked `python` share one namespace a page. Of those marked `sh` the lines `hf-ext …` and `hf upload …` run. What readers
+bring along (models, folders, data) is made here, tiny. Names of the Hub are looked for at HF_ENDPOINT; tiny models are pushed
+there first.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated
+from typing import Annotated, Any
 
 from hf_ext.cli.command import Json, MovedBase, Plot, Result, Section, Verbose, argument, drawn, missing_config, option
 
@@ -32,7 +32,7 @@ def inspect(
     from hf_ext import emr
 
     folder, method = opened(src)
-    report = emr.report(folder) if method is emr else method.inspect(folder)
+    report: Any = emr.report(folder) if method is emr else method.inspect(folder)
     missing = drawn(lambda: report.plot(plot)) if plot else ""
     text = str(report) if verbose or method is emr else f"{report.kind_table()}\n\n{report.summary()}"
     return Result(text + missing, report.to_dict())

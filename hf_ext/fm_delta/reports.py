@@ -163,7 +163,7 @@ def report_of(opened: Sequence[tuple[str, CompressedFile]]) -> CheckpointReport:
     ]
     files, (base, revision) = [file for _, file in opened], base_of(opened[0][1], opened[0][1].path.parent)
     return CheckpointReport(
-        base and base.removesuffix(f"/{opened[0][0]}"),
+        base and str(base).removesuffix(f"/{opened[0][0]}"),
         revision,
         tensors,
         original_bytes=sum(map(original_size, files)),
