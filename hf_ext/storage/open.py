@@ -91,6 +91,7 @@ def open_base(
         return NoBase()
     if not isinstance(name, str | os.PathLike) or not isinstance(revision, str | None):
         raise BaseModelError(f"{name!r} at revision {revision!r} is not a valid name for the base {recorded}. {MOVED}")
+    is_beside = os.fspath(name).startswith(os.pardir)
     if os.path.isdir(folder / name):
         name = absolute_path(folder / name)
     if hub.cache_dir is None and (snapshot := snapshot_of(folder)) is not None:
@@ -98,7 +99,7 @@ def open_base(
     try:
         weights = Checkpoint(name, revision, hub, partial(_require_fitting, files))
     except BaseModelError as error:
-        if (moved := _moved_base(recorded)) is None:
+        if (moved := _moved_base(recorded, is_beside)) is None:
             message = f"The base model {recorded} is needed to read this checkpoint, {this}. {error} {MOVED}"
             raise BaseModelError(message) from error
         weights = moved
@@ -149,11 +150,11 @@ def record_base(folder: Path, name: str, revision: str | None) -> None:
         rewrite(folder / CONFIG, lambda text: add_settings(remove_settings(text), settings))
 
 
-def _moved_base(recorded: BaseInfo) -> Checkpoint | None:
-    """Returns the checkpoint with the fingerprint of a base that is not where config.json says: that at the absolute path in
-    the weights' files, or one in the folders of `BASES`; None if there is none."""
+def _moved_base(recorded: BaseInfo, is_beside: bool) -> Checkpoint | None:
+    """Returns the checkpoint with the fingerprint of a base that is not where config.json says: one in the folders of
+    `BASES`, or, if config.json names it by its place beside the folder, that at the absolute path in the weights' files."""
     listed = [Path(place) for place in os.environ.get(BASES, "").split(os.pathsep) if place]
-    places = [Path(recorded.name)] if os.path.isabs(recorded.name) else []
+    places = [Path(recorded.name)] if is_beside and os.path.isabs(recorded.name) else []
     for place in (*places, *(path for folder in listed for path in (folder, *sorted(folder.glob("*"))))):
         with contextlib.suppress(HfExtError, OSError):  # it holds no model, or one that cannot be read
             weights = Checkpoint(place)

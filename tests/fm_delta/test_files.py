@@ -138,7 +138,13 @@ def test_config_json_comes_back_however_it_is_laid_out(tmp_path, config):
     src = write_folder(tmp_path / "tuned", fine_tune(weights()), config)
     small = round_trip(tmp_path, src, base)
     if config is not None:
-        settings = {"quant_method": "hf_ext.fm_delta", "hint": HINT, "base": str(base), "revision": None, "dtype": "float32"}
+        settings = {
+            "quant_method": "hf_ext.fm_delta",
+            "hint": HINT,
+            "base": f"../{base.name}",
+            "revision": None,
+            "dtype": "float32",
+        }
         settings["card"] = "added"
         stored = json.loads((small / "config.json").read_text())
         stored["quantization_config"] = {key: stored["quantization_config"][key] for key in settings}

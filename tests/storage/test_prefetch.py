@@ -4,13 +4,12 @@ import contextlib
 import os
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
-from hf_ext.storage.prefetch import CORES, Prefetcher, at_most_cores, cores, progress
+from hf_ext.storage.prefetch import CORES, Prefetcher, at_most_cores, cores
 
 
 def test_a_limit_of_cores_holds_in_the_threads_too():
@@ -62,10 +61,17 @@ def test_pytorch_uses_one_core_per_tensor():
         torch.set_num_threads(before)
 
 
-def test_a_log_file_gets_few_states_of_a_bar(capsys):
-    with progress("Testing", 30) as bar:
-        for _ in range(30):
-            time.sleep(0.02)
-            bar.update()
-    printed = capsys.readouterr().err
+BAR = """
+import time
+from hf_ext.storage.prefetch import progress
+with progress("Testing", 30) as bar:
+    for _ in range(30):
+        time.sleep(0.02)
+        bar.update()
+"""
+
+
+def test_a_log_file_gets_few_states_of_a_bar():
+    shown = {name: value for name, value in os.environ.items() if name != "HF_HUB_DISABLE_PROGRESS_BARS"}
+    printed = subprocess.run([sys.executable, "-c", BAR], env=shown, capture_output=True, text=True, check=True).stderr
     assert "Testing tensors: 100%" in printed and printed.count("Testing tensors") <= 2
