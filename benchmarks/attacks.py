@@ -102,7 +102,7 @@ def store(root: Path) -> dict[str, Format]:
         compress_checkpoint(root / model, root / "base", root / "FM-Delta" / model)
     for model, one in {"one": "one", "other": "third"}.items():
         tasks = {"one": root / one, "other": root / "other"}
-        emr.merge(root / "base", tasks, root / "EMR-Merging" / model, max_shard_size="700KB")
+        emr.merge(root / "base", tasks, root / "EMR-Merging" / model, max_shard_size="700KB", method="emr")
         emr.merge(root / "base", tasks, root / "coded tasks" / model, max_shard_size="700KB", method="switch", bits=4)
     merged = sorted(path.name for path in (root / "EMR-Merging" / "one").glob("model*.safetensors"))
     return {

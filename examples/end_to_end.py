@@ -166,7 +166,7 @@ def main():
     if args.hub_model_id and os.path.isdir(base):  # elsewhere, the merge needs a base that can be reached
         push(base, f"{args.hub_model_id}-base")
         base = f"{args.hub_model_id}-base"
-    emr.merge(base, folders["fine-tunes"], out / "merged")
+    emr.merge(base, folders["fine-tunes"], out / "merged", method="emr")
     model = load(out / "merged")
     step("one folder by EMR-Merging and FM-Delta", out / "merged", [accuracy(model, task, task=task) for task in sets])
 

@@ -81,7 +81,7 @@ def main():
         model.to("cpu").save_pretrained(out / task)
         tokenizer.save_pretrained(out / task)
 
-    report = emr.merge(base, {task: out / task for task in single}, out / "merged", rescale=args.rescale)
+    report = emr.merge(base, {task: out / task for task in single}, out / "merged", rescale=args.rescale, method="emr")
     report.plot(out / "merged.png")
     print(f"\n{report}\n")
 

@@ -159,7 +159,7 @@ def write_merge(out: Path, scratch: Path) -> None:
     before, after = merge_tensors(modulators.SEAL.version)
     tasks = {name: write_folder(scratch / name, task) for name, task in after.items()}
     base = write_folder(scratch / "base", before)
-    emr.merge(base, tasks, scratch / "merge")
+    emr.merge(base, tasks, scratch / "merge", method="emr")
     weights = {}
     for name in tasks:
         emr.extract(scratch / "merge", name, scratch / "extracted" / name)

@@ -59,7 +59,7 @@ def push_compressed(seed: int, repo: str, **options: Any) -> Any:
 def push_merge(seed: int, repo: str, **options: Any) -> Any:
     folder = Path(mkdtemp())
     _, tasks = write_tasks(folder, {f"one-{seed}": 2 + seed, "two": 2})
-    emr.merge("user/body", tasks, folder / "merged")
+    emr.merge("user/body", tasks, folder / "merged", method="emr")
     model = AutoModelForSequenceClassification.from_pretrained(folder / "merged")
     model.add_model_tags("tiny")
     model.push_to_hub(repo, tags="mine", **options)

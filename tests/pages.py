@@ -270,9 +270,9 @@ def uni_med_cmoe() -> dict[str, Any]:
 
 def serving() -> dict[str, Any]:
     classifiers("my-cola", "sst2")
-    merging.merge(BERT, {"my-cola": "my-cola", "sst2": "sst2"}, "my-bert-merged")
+    merging.merge(BERT, {"my-cola": "my-cola", "sst2": "sst2"}, "my-bert-merged", method="emr")
     writers("stories", "letters")
-    merging.merge(LLAMA, {name: name for name in ("stories", "letters")}, "my-merge")
+    merging.merge(LLAMA, {name: name for name in ("stories", "letters")}, "my-merge", method="emr")
     model = AutoModelForCausalLM.from_pretrained(LLAMA)
     trained(model, LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])).save_pretrained("my-adapter")
     return {"base": LLAMA}

@@ -46,7 +46,7 @@ def merged(tmp_path_factory):
     base, tasks = write_tasks(folder)
     for name in ("base", "trec", "cr"):
         licensed(folder / name)
-    emr.merge(base, {task: tasks[task] for task in ("trec", "cr")}, folder / "merged")
+    emr.merge(base, {task: tasks[task] for task in ("trec", "cr")}, folder / "merged", method="emr")
     return folder
 
 
@@ -76,7 +76,7 @@ def test_the_card_of_a_merge_says_of_each_task_how_close_it_is(merged, tmp_path)
     plain(merged / "merged").save_pretrained(tmp_path / "again")
     assert (tmp_path / "again/README.md").read_bytes() == (merged / "merged/README.md").read_bytes()
     licensed(shutil.copytree(merged / "cr", tmp_path / "cr"), "cc-by-nc-4.0")
-    emr.merge(merged / "base", {"cr": tmp_path / "cr", "trec": merged / "trec"}, tmp_path / "out")
+    emr.merge(merged / "base", {"cr": tmp_path / "cr", "trec": merged / "trec"}, tmp_path / "out", method="emr")
     assert valid_card(tmp_path / "out")[0].license is None  # the models do not agree
 
 
@@ -114,7 +114,7 @@ def test_a_card_that_is_there_stays(tuned, merged, tmp_path):
         "compress": lambda out: fm_delta.compress_checkpoint(tuned / "tuned", tuned / "base", out),
         "decompress": lambda out: fm_delta.decompress_checkpoint(tuned / "small", out),
         "enable": fm_delta.enable(perturb(bert(), 3), tuned / "base").save_pretrained,
-        "merge": lambda out: emr.merge(merged / "base", {"cr": merged / "cr"}, out),
+        "merge": lambda out: emr.merge(merged / "base", {"cr": merged / "cr"}, out, method="emr"),
         "merged": plain(merged / "merged").save_pretrained,
         "extract": lambda out: emr.extract(plain(merged / "merged"), "trec", out),
         "extract_lora": lambda out: fm_delta.extract_lora(tuned / "tuned", tuned / "base", out, rank=1),

@@ -89,7 +89,7 @@ def checkpoints(tmp_path_factory):
 def merged(tmp_path_factory):
     """Two tasks, their base and, in the folder `merged`, their merge."""
     base, tasks = write_tasks(folder := tmp_path_factory.mktemp("merged"), {"trec": 6, "cr": 2})
-    emr.merge(base, tasks, folder / "merged")
+    emr.merge(base, tasks, folder / "merged", method="emr")
     return folder
 
 
@@ -221,7 +221,7 @@ def test_a_model_that_cannot_be_built_is_an_error_of_merging(tmp_path, monkeypat
         for folder in tasks.values():
             edit_config(folder, num_attention_heads=5)
     with pytest.raises(CheckpointError, match="Transformers .* cannot build the Bert.* of .*trec.*Correct config.json"):
-        emr.merge(base, tasks, tmp_path / "merged")
+        emr.merge(base, tasks, tmp_path / "merged", method="emr")
 
 
 REGISTER = """

@@ -211,8 +211,8 @@ def test_threads_limits_all_commands_that_work_on_tensors(folder, tasks, monkeyp
     monkeypatch.setattr(prefetch, "ThreadPoolExecutor", Pool)
     lines = (
         "compress tuned --base base --out new --verify", "decompress new --out back", "verify new",
-        "compress-all tuned --base base --out all", f"merge --base {base} --task a={models['trec']} --out merged",
-        f"add-task merged --task b={models['trec']} --out more", "extract more --task b --out extracted",
+        "compress-all tuned --base base --out all", f"merge --base {base} --task a={models['trec']} --bits 6 --out merged",
+        f"add-task merged --task b={models['trec']} --bits 6 --out more", "extract more --task b --out extracted",
         f"extract-lora {models['trec']} --base {base} --out lora --rank 4",
     )  # fmt: skip
     for threads, options in ((2, ["--threads", "2"]), (5, [])):
@@ -258,7 +258,7 @@ def test_tasks_are_merged_checked_shown_and_taken_out_again(tmp_path, tasks, cap
     base, folders = tasks
     named = [part for task, folder in folders.items() for part in ("--task", f"{task}={folder}")]
     merged, one = tmp_path / "merged", tmp_path / "cr"
-    code, out, _ = run(capsys, "merge", "--base", base, *named, "--out", merged)
+    code, out, _ = run(capsys, "merge", "--base", base, *named, "--method", "emr", "--out", merged)
     assert (code, out) == (0, emr.report(merged).summary() + "\n")
     assert run(capsys, "inspect", merged)[:2] == (0, f"{emr.report(merged)}\n")
     assert shown(capsys, "inspect", merged, "--plot", tmp_path / "tasks.png") == emr.report(merged).to_dict()
@@ -271,7 +271,8 @@ def test_tasks_are_merged_checked_shown_and_taken_out_again(tmp_path, tasks, cap
 
 def test_a_task_is_added_by_a_command(tmp_path, tasks, capsys):
     base, folders = tasks
-    result = shown(capsys, "merge", "--base", base, "--task", f"cr={folders['cr']}", "--out", tmp_path / "one")
+    one = ("--task", f"cr={folders['cr']}", "--out", tmp_path / "one")
+    result = shown(capsys, "merge", "--base", base, *one, "--method", "emr")
     assert [task["task"] for task in result["tasks"]] == ["cr"] and result["bytes"] > 0
     command = ("add-task", tmp_path / "one", "--out", tmp_path / "two", "--task")
     assert "has a task 'cr' already" in mistaken(capsys, *command, f"cr={folders['subj']}")
@@ -284,7 +285,7 @@ def test_a_task_is_added_by_a_command(tmp_path, tasks, capsys):
 def test_a_coded_task_is_merged_added_and_removed_by_commands(tmp_path, tasks, capsys):
     base, folders = tasks
     named = [part for task in ("cr", "trec") for part in ("--task", f"{task}={folders[task]}")]
-    merge = ("merge", "--base", base, *named, "--out", tmp_path / "two", "--method", "switch")
+    merge = ("merge", "--base", base, *named, "--out", tmp_path / "two")
     for options, message in ((("--bits", 0), "bits=0.0"), (("--size", "big"), "size='big'")):
         assert message in fails(capsys, *merge, *options)
     assert "bits and size are given" in fails(capsys, *merge, "--size", "1MB", "--bits", 1) and not (tmp_path / "two").exists()
@@ -419,7 +420,7 @@ def test_the_version_comes_with_those_of_the_libraries(capsys):
     *(([*MERGE, "--task", task], "not of the form NAME=PATH") for task in ("cr", "=a", "cr=")),
     ([*MERGE, "--task", "a b=c"], "'a b'"),
     ([*MERGE, "--task", "cr=c", "--task", "cr=d"], "two tasks called 'cr'"),
-    ([*MERGE, "--task", "cr=c", "--method", "other"], "'other' is not one of 'emr', 'switch'"),
+    ([*MERGE, "--task", "cr=c", "--method", "other"], "'other' is not one of 'switch', 'emr'"),
 ])  # fmt: skip
 def test_a_wrong_command_line_is_explained_in_one_line(arguments, message, capsys):
     assert message in mistaken(capsys, *arguments)

@@ -188,7 +188,7 @@ def test_a_merge_switches_its_tasks(devices, tmp_path, discard):
     base.save_pretrained(tmp_path / "base")
     for seed, name in enumerate(("one", "two")):
         perturb(base, seed).save_pretrained(tmp_path / name)
-    emr.merge(tmp_path / "base", {name: tmp_path / name for name in ("one", "two")}, tmp_path / "merged")
+    emr.merge(tmp_path / "base", {name: tmp_path / name for name in ("one", "two")}, tmp_path / "merged", method="emr")
     model = loaded(tmp_path / "merged", base, devices)
     for name in ("two", "one"):
         model.set_task(name, discard_changes=discard)

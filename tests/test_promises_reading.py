@@ -103,7 +103,7 @@ COMPRESSED: dict[str, Reader] = {
     "enable": lambda place, out: fm_delta.enable(classifier(2, 5), place / "small").save_pretrained(out),
     "as a base": lambda place, out: fm_delta.decompress_checkpoint(place / "next", out),
     "compress against": lambda place, out: fm_delta.compress_checkpoint(place / "trec", place / "small", out),
-    "merge": lambda place, out: emr.merge(place / "base", {"cr": place / "small"}, out),
+    "merge": lambda place, out: emr.merge(place / "base", {"cr": place / "small"}, out, method="emr"),
     "extract_lora": lambda place, out: fm_delta.extract_lora(place / "small", place / "base", out, rank=2),
     "serve": partial(serve, "small"),
 }

@@ -57,7 +57,7 @@ def calls(tmp_path_factory) -> dict[str, Writer]:
     small, merged = {task: place / f"small-{task}" for task in tasks}, {task: place / f"merged-{task}" for task in tasks}
     for task, folder in tasks.items():
         fm_delta.compress_checkpoint(folder, base, small[task])
-        emr.merge(base, {task: folder}, merged[task])
+        emr.merge(base, {task: folder}, merged[task], method="emr")
     emr.merge(base, tasks, two := place / "two", method="switch", bits=4)
 
     def both(write: Callable[..., object], *sources: tuple, **options: object) -> Writer:
@@ -75,7 +75,7 @@ def calls(tmp_path_factory) -> dict[str, Writer]:
     return {
         "compress": both(fm_delta.compress_checkpoint, *((tasks[name], base) for name in names)),
         "decompress": both(fm_delta.decompress_checkpoint, *((small[name],) for name in names)),
-        "merge": both(emr.merge, *((base, {name: tasks[name]}) for name in names)),
+        "merge": both(emr.merge, *((base, {name: tasks[name]}) for name in names), method="emr"),
         "merge coded": both(emr.merge, *((base, {name: tasks[name]}) for name in names), **coded),
         "add-task": both(emr.add_task, *((merged["cr"], name, tasks["cr"]) for name in ("more", "again"))),
         "remove-task": both(emr.remove_task, (two, "cr"), (two, "trec")),
@@ -132,7 +132,7 @@ def chains(tmp_path_factory) -> dict[str, tuple[Callable[[Path], object], Path]]
     fm_delta.compress_checkpoint(base, place / "root", place / "middle")
     fm_delta.compress_checkpoint(tasks["cr"], place / "middle", place / "small")
     fm_delta.compress_checkpoint(tasks["subj"], tasks["trec"], place / "task")
-    emr.merge(base, {"cr": tasks["cr"]}, place / "merged")
+    emr.merge(base, {"cr": tasks["cr"]}, place / "merged", method="emr")
     edit_settings(shutil.copytree(place / "merged", place / "on middle"), base=str(place / "middle"))
     model, on_middle = fm_delta.enable(perturb(bert(2), 2), place / "middle"), plain(place / "on middle")
     of_root = {
@@ -144,7 +144,7 @@ def chains(tmp_path_factory) -> dict[str, tuple[Callable[[Path], object], Path]]
         "save a merge": lambda out: on_middle.save_pretrained(out),
     }
     of_task = {
-        "merge": lambda out: emr.merge(base, {"subj": place / "task"}, out, overwrite=True),
+        "merge": lambda out: emr.merge(base, {"subj": place / "task"}, out, overwrite=True, method="emr"),
         "add-task of a task": lambda out: emr.add_task(place / "merged", "subj", place / "task", out, overwrite=True),
     }
     return {name: (write, place / "root") for name, write in of_root.items()} | {
@@ -253,7 +253,7 @@ def test_a_discriminator_replaces_discriminators_only(tmp_path):
 
 def test_saving_a_model_does_not_replace_a_merge(tmp_path):
     base, tasks = write_tasks(tmp_path, {"trec": 6, "cr": 2})
-    emr.merge(base, tasks, tmp_path / "merged")
+    emr.merge(base, tasks, tmp_path / "merged", method="emr")
     before = contents(tmp_path / "merged")
     with pytest.raises(CheckpointError, match="merged holds a merge"):
         fm_delta.enable(plain(tasks["cr"]), base).save_pretrained(tmp_path / "merged")

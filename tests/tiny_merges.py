@@ -17,7 +17,7 @@ from transformers import AutoModelForSequenceClassification, BertForSequenceClas
 from hf_ext import emr
 
 #: By method, options of `emr.merge` that keep something of a change as random as that of a tiny model.
-METHODS: dict[str, dict] = {"emr": {}, "switch": {"method": "switch", "bits": 8}}
+METHODS: dict[str, dict] = {"emr": {"method": "emr"}, "switch": {"method": "switch", "bits": 8}}
 LABELS = {"trec": 6, "cr": 2, "subj": 2, "sst2": 2}
 
 

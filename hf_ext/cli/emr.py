@@ -1,4 +1,4 @@
-"""EMR-Merging's commands."""
+"""The commands of merges."""
 
 from __future__ import annotations
 
@@ -41,14 +41,13 @@ def merge(
         ),
     ],
     method: Annotated[
-        Literal["emr", "switch"],
+        Literal["switch", "emr"],
         option(
             "--method",
-            "'emr': one election among similar tasks; nothing to choose. 'switch': each task coded by itself, for unequal "
-            "tasks, the smallest folder, and tasks that come and go.",
-            "emr|switch",
+            "'switch', the default: each task coded by itself. 'emr': EMR-Merging, one election among all tasks.",
+            "switch|emr",
         ),
-    ] = "emr",
+    ] = "switch",
     bits: Bits = None,
     size: Size = None,
     accept_conflicts: Conflicts = False,
@@ -77,8 +76,8 @@ def add_task(
     out: Out,
     base: MovedBase = None,
     method: Annotated[
-        Literal["emr", "switch"] | None,
-        option("--method", "As in `hf-ext merge`; defaults to that of the merge's last task.", "emr|switch"),
+        Literal["switch", "emr"] | None,
+        option("--method", "As in `hf-ext merge`; defaults to that of the merge's last task.", "switch|emr"),
     ] = None,
     bits: Bits = None,
     size: Size = None,

@@ -1,4 +1,4 @@
-"""EMR-Merging: many fine-tunes of one base model in one folder, which a loaded model switches by name (NeurIPS 2024)."""
+"""Merges: many fine-tunes of one base model in one folder, which a loaded model switches by name."""
 
 import lazy_loader
 

@@ -7,7 +7,7 @@ from hf_ext.storage.config_file import EMR
 
 
 class EMRConfig(DecodingConfig):
-    """The configuration by which `from_pretrained` recognizes a merge of several fine-tunes (EMR-Merging).
+    """The configuration by which `from_pretrained` recognizes a merge of several fine-tunes.
 
     Args:
         base, revision, dtype: as for `DecodingConfig`.

@@ -51,30 +51,29 @@ def merge(
     max_shard_size: int | str = "50GB",
     overwrite: bool = False,
     accept_conflicts: bool = False,
-    method: str = ELECTED,
+    method: str = CODED,
     bits: float | None = None,
     size: int | str | None = None,
 ) -> MergeReport:
     """Merges fine-tunes of one base model into one folder that restores each of them approximately. `from_pretrained` loads the
     first task; `model.set_task` switches.
 
-    The method "emr" (EMR-Merging, arXiv 2405.17461) elects one set of weights, of which each task takes those under its mask.
-    The method "switch" codes each task's change from the base by itself, in a size to choose: for tasks of unequal strength,
-    for the smallest folder, and where tasks come and go.
+    The method "switch" codes each task's change from the base by itself, in a size to choose. The method "emr" (EMR-Merging,
+    arXiv 2405.17461) elects one set of weights, of which each task takes those under its mask.
 
     Args:
         base: folder or Hub id of the model that all tasks were fine-tuned from.
         tasks: by name, the folder or Hub id of a checkpoint (plain or compressed) or of a PEFT adapter, or a model in memory.
             A plain copy of each model in memory is written beside `out` for the time of the merge.
         out: folder to write. On failure it stays as it was.
-        rescale: "tensor" for one rescaler λ per tensor, "paper" for one per model (section 3.3), "tensor_mean" for one
-            in which all tensors have the same weight, as in the authors' scripts.
+        rescale: for "emr": "tensor" for one rescaler λ per tensor, "paper" for one per model (section 3.3), "tensor_mean" for
+            one in which all tensors have the same weight, as in the authors' scripts.
         revision: branch, tag or commit of the base on the Hub; the commit it leads to is recorded.
         max_shard_size: as in `save_pretrained`.
         overwrite: replace files of a folder that holds something else than a merge.
         accept_conflicts: merge tasks that end farther from their own models than the base is. By default, an error says so
             before anything is written.
-        method: "emr" or "switch".
+        method: "switch" or "emr".
         bits, size: for "switch", one of: the bits per parameter and task; the size of the folder, in bytes or as "50MB".
             Defaults to 0.25 bits.
 
@@ -113,7 +112,7 @@ def add_task(
 
     The other tasks keep all their bits. With the method "emr", the new task keeps its own weights where no other task moved;
     elsewhere it takes the elected weights that agree with its own. If it is then farther from its own model than the base is,
-    this raises an error: merge the original checkpoints again, or add it with the method "switch".
+    this raises an error.
 
     Args:
         src: folder or Hub id of the merge.

@@ -10,7 +10,7 @@ from typing import Any
 from hf_ext.display import bytes_of
 from hf_ext.errors import CheckpointError
 
-METHODS = ELECTED, CODED = "emr", "switch"
+METHODS = CODED, ELECTED = "switch", "emr"
 RESCALE = ("tensor", "paper", "tensor_mean")
 BITS = 0.25  # per parameter and task, by default
 LEAST_BITS = 0.001  # per parameter and task
@@ -26,7 +26,7 @@ class MergeOptions:
     max_shard_size: int | str = "50GB"
     overwrite: bool = False
     accept_conflicts: bool = False
-    method: str = ELECTED
+    method: str = CODED
     bits: float | None = None
     size: Any = None  # an int or None, once checked
 
@@ -39,6 +39,10 @@ class MergeOptions:
         if given and not self.is_coded:
             raise CheckpointError(
                 f"{' and '.join(given)}: only the method {CODED!r} has a size to choose. Add method={CODED!r}."
+            )
+        if self.is_coded and self.rescale != RESCALE[0]:
+            raise CheckpointError(
+                f"rescale={self.rescale!r}: only the method {ELECTED!r} has rescalers. Add method={ELECTED!r}."
             )
         if len(given) > 1:
             raise CheckpointError("bits and size are given; give one of them.")

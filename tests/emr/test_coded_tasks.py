@@ -32,14 +32,14 @@ Auto = AutoModelForSequenceClassification
 def mixed(tmp_path_factory, base, tasks):
     """A merge of an elected task and of two coded ones."""
     place = tmp_path_factory.mktemp("mixed")
-    emr.merge(base, {"trec": tasks["trec"]}, place / "elected")
+    emr.merge(base, {"trec": tasks["trec"]}, place / "elected", method="emr")
     emr.add_task(place / "elected", "cr", tasks["cr"], place / "two", method="switch", bits=6)
     emr.add_task(place / "two", "subj", tasks["subj"], place / "merged", bits=6)
     return place / "merged"
 
 
 def test_methods_stand_side_by_side(tmp_path, base, tasks):
-    emr.merge(base, {task: tasks[task] for task in ("trec", "cr")}, tmp_path / "elected")
+    emr.merge(base, {task: tasks[task] for task in ("trec", "cr")}, tmp_path / "elected", method="emr")
     emr.add_task(tmp_path / "elected", "subj", tasks["subj"], tmp_path / "mixed", method="switch", bits=6)
     emr.add_task(tmp_path / "mixed", "sst2", tasks["sst2"], tmp_path / "all", method="emr", accept_conflicts=True)
     for task in ("trec", "cr", "subj"):
@@ -73,12 +73,13 @@ def test_what_cannot_be_coded_is_one_error_and_nothing_is_written(tmp_path, base
         ({"size": "20KB"}, "A folder of 20000 bytes is too small: .* Give at least"),
         ({"bits": 0.5, "size": "1MB"}, "bits and size are given; give one"),
         ({"method": "emr", "bits": 1}, "bits: only the method 'switch'"),
-        ({"method": "dare"}, "choose one of: emr, switch"),
+        ({"rescale": "paper"}, "rescale='paper': only the method 'emr' has rescalers"),
+        ({"method": "dare"}, "choose one of: switch, emr"),
         ({"method": "emr", "rescale": "layer"}, "tensor, paper, tensor_mean"),
         ({"bits": 0.01}, "Tasks get too few bits: .*'cr' .*Give them more"),
     ):
         with pytest.raises(CheckpointError, match=message):
-            emr.merge(base, {"cr": tasks["cr"]}, tmp_path / "out", **{"method": "switch"} | options)
+            emr.merge(base, {"cr": tasks["cr"]}, tmp_path / "out", **options)
     for task, message in (
         (broken, "of task 'more' .* has values that are infinite .*, unlike in the base"),
         (stranger, "no fine-tune of this"),
@@ -233,7 +234,7 @@ def test_a_change_that_cannot_be_decoded_leaves_the_weights_of_the_active_task(t
 @some("method", ["mixed"], ["emr", "switch"])
 def test_the_tasks_that_stay_keep_all_bits(tmp_path, base, tasks, method):
     same = {"cr": tasks["cr"], "trec": tasks["trec"], "again": tasks["cr"]}  # a head that two of three share
-    emr.merge(base, same, tmp_path / "merged", **{"method": "switch", "bits": 4} if method == "switch" else {})
+    emr.merge(base, same, tmp_path / "merged", **{"bits": 4} if method == "switch" else {"method": "emr"})
     if method == "mixed":
         emr.add_task(tmp_path / "merged", "subj", tasks["subj"], tmp_path / "more", method="switch", bits=4)
     whole = tmp_path / ("more" if method == "mixed" else "merged")
@@ -275,7 +276,7 @@ def test_weights_that_no_task_takes_any_more_are_free_for_the_next(tmp_path):
     write_folder(tmp_path / "base", base)
     for seed, task in enumerate(("a", "b")):
         write_folder(tmp_path / task, fine_tune(base, seed))
-    emr.merge(tmp_path / "base", {"a": tmp_path / "a", "still": tmp_path / "base"}, tmp_path / "two")
+    emr.merge(tmp_path / "base", {"a": tmp_path / "a", "still": tmp_path / "base"}, tmp_path / "two", method="emr")
     emr.remove_task(tmp_path / "two", "a", tmp_path / "one")
     emr.add_task(tmp_path / "one", "b", tmp_path / "b", tmp_path / "more")
     same_tensors(extracted(tmp_path / "more", "b", tmp_path / "out"), tensors_of(tmp_path / "b"))

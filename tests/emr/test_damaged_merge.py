@@ -89,7 +89,7 @@ def test_modulators_of_tensors_that_do_not_exist_are_refused(broken, change):
 def test_files_of_no_task_may_lie_beside(broken):
     (broken / "task-notes").mkdir()
     modulators(broken, "notes").write_text("garbage")
-    emr.merge(broken.parent / "in/base", {"subj": broken.parent / "in/subj"}, broken.parent / "second")
+    emr.merge(broken.parent / "in/base", {"subj": broken.parent / "in/subj"}, broken.parent / "second", method="emr")
     shutil.copytree(broken.parent / "second/task-subj", broken / "task-older")
     assert Auto.from_pretrained(broken).tasks == ["cr", "subj"]
 
@@ -98,7 +98,7 @@ def test_merging_over_a_damaged_merge_leaves_none_of_its_tasks(broken, tmp_path)
     base, tasks = write_tasks(tmp_path / "again", {"cr": 2, "subj": 3})
     emr.add_task(broken, "more", tasks["cr"], tmp_path / "larger", accept_conflicts=True)
     (tmp_path / "larger/config.json").unlink()
-    emr.merge(base, tasks, tmp_path / "larger")
+    emr.merge(base, tasks, tmp_path / "larger", method="emr")
     assert not (tmp_path / "larger/task-more").exists()
     assert Auto.from_pretrained(tmp_path / "larger").tasks == ["cr", "subj"]
 

@@ -61,7 +61,7 @@ def model(merged):
 @pytest.fixture
 def own(tmp_path):
     """A merge that the test may write into."""
-    emr.merge(*write_tasks(tmp_path / "in", {"cr": 2, "subj": 3}), tmp_path / "merged")
+    emr.merge(*write_tasks(tmp_path / "in", {"cr": 2, "subj": 3}), tmp_path / "merged", method="emr")
     return tmp_path / "merged"
 
 
@@ -108,7 +108,7 @@ def merge_of_two(folder, base) -> dict:
     base.save_pretrained(folder / "base")
     for seed, name in enumerate(("one", "two")):
         perturb(base, seed).save_pretrained(folder / name)
-    emr.merge(folder / "base", {name: folder / name for name in ("one", "two")}, folder / "merged")
+    emr.merge(folder / "base", {name: folder / name for name in ("one", "two")}, folder / "merged", method="emr")
     return extract_all(folder / "merged", folder / "plain")
 
 
@@ -177,7 +177,7 @@ def test_a_merge_and_its_base_can_move_together(own, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("task", ["trec", "subj"])
 def test_saving_writes_the_merge_again(merged, model, tmp_path, task):
-    emr.merge(*write_tasks(tmp_path / "in", {"old": 3}), tmp_path / "again", max_shard_size="50KB")
+    emr.merge(*write_tasks(tmp_path / "in", {"old": 3}), tmp_path / "again", max_shard_size="50KB", method="emr")
     (tmp_path / "again/README.md").unlink()  # a card stays, but nothing else of the older merge
     model.set_task(task)
     model.save_pretrained(tmp_path / "again")
@@ -230,7 +230,7 @@ def test_saving_where_the_merge_is_does_not_destroy_it(own, change):
 
 def test_a_merge_that_was_replaced_on_disk_is_not_saved(own, tmp_path):
     model = Auto.from_pretrained(own)
-    emr.merge(*write_tasks(tmp_path / "more", {"cr": 4}), own)
+    emr.merge(*write_tasks(tmp_path / "more", {"cr": 4}), own, method="emr")
     for use in (lambda: model.save_pretrained(tmp_path / "copy"), lambda: emr.extract(model, "cr", tmp_path / "copy")):
         with pytest.raises(CheckpointError, match="another merge than when"):
             use()
@@ -292,7 +292,7 @@ def test_what_a_task_has_no_tensors_for_may_change_its_type(tmp_path):
     base, tasks = write_tasks(tmp_path / "in", {"cr": 2, "subj": 2})
     tensors = tensors_of(tasks["cr"])
     save_file({name: tensors[name] for name in tensors if "classifier" not in name}, tasks["cr"] / "model.safetensors")
-    emr.merge(base, tasks, tmp_path / "merged")
+    emr.merge(base, tasks, tmp_path / "merged", method="emr")
     model = Auto.from_pretrained(tmp_path / "merged").half()
     for task in ("subj", "cr"):
         model.set_task(task)
@@ -329,7 +329,9 @@ def test_training_goes_on_from_the_active_task_and_saves_plainly(merged, model, 
         config = json.loads((folder / "config.json").read_text())
         assert "quantization_config" not in config and len(config["id2label"]) == 2
         assert_same_weights(model, Auto.from_pretrained(folder))
-    emr.merge(merged[0].parent / "in/base", {"more": tmp_path / "tuned"}, tmp_path / "more")  # a task like any other
+    emr.merge(
+        merged[0].parent / "in/base", {"more": tmp_path / "tuned"}, tmp_path / "more", method="emr"
+    )  # a task like any other
     assert_same_weights(model, Auto.from_pretrained(tmp_path / "more"))
     model.set_task("trec", discard_changes=True)
     assert_same_weights(model, Auto.from_pretrained(merged[1]["trec"]))

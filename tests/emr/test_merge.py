@@ -47,7 +47,7 @@ def expected_task(base, tasks: dict, name: str, task: str, rescale: str = "tenso
 
 
 def test_every_task_is_the_formula(tmp_path, base, tasks):
-    emr.merge(base, tasks, tmp_path / "merged")
+    emr.merge(base, tasks, tmp_path / "merged", method="emr")
     prior = {f"bert.{name}": tensor for name, tensor in tensors_of(base).items()}
     singles = {task: tensors_of(folder) for task, folder in tasks.items()}
     for task in tasks:
@@ -62,7 +62,7 @@ def test_every_task_is_the_formula(tmp_path, base, tasks):
 
 @pytest.mark.parametrize(("rescale", "total"), [("paper", np.sum), ("tensor_mean", np.mean)])
 def test_a_rescaler_of_the_whole_model_sums_or_averages(tmp_path, base, tasks, rescale, total):
-    emr.merge(base, tasks, tmp_path / "merged", rescale=rescale)
+    emr.merge(base, tasks, tmp_path / "merged", rescale=rescale, method="emr")
     prior = {f"bert.{name}": tensor.numpy() for name, tensor in tensors_of(base).items()}
     singles = {task: tensors_of(folder) for task, folder in tasks.items()}
     for index, task in enumerate(tasks):
@@ -77,13 +77,13 @@ def test_a_rescaler_of_the_whole_model_sums_or_averages(tmp_path, base, tasks, r
 
 
 def test_one_task_comes_back_bit_for_bit(tmp_path, base, tasks):
-    emr.merge(base, {"trec": tasks["trec"]}, tmp_path / "merged")
+    emr.merge(base, {"trec": tasks["trec"]}, tmp_path / "merged", method="emr")
     same_tensors(extracted(tmp_path / "merged", "trec", tmp_path / "again"), tensors_of(tasks["trec"]))
 
 
 def test_thirty_tasks(tmp_path):
     base, tasks = write_tasks(tmp_path / "in", {f"task-{i}": 2 + i % 5 for i in range(30)})
-    report = emr.merge(base, tasks, tmp_path / "merged")
+    report = emr.merge(base, tasks, tmp_path / "merged", method="emr")
     assert [task.task for task in report.tasks] == list(tasks)
     assert extracted(tmp_path / "merged", "task-29", tmp_path / "last")["classifier.weight"].shape == (6, 48)
     assert all(0 < task.cosine < 1 and 0 < task.density < 1 for task in report.tasks)
@@ -104,7 +104,7 @@ def test_every_model_merges_and_comes_apart(tmp_path, name, method):
         perturb(model, seed).save_pretrained(tmp_path / f"t{seed}", max_shard_size="40KB" if seed == 2 else "50GB")
     tasks, options = (
         {"one": tmp_path / "t1", "two": tmp_path / "t2"},
-        {} if method == "emr" else {"method": method, "bits": 8},
+        {"method": method} if method == "emr" else {"method": method, "bits": 8},
     )
     report = emr.merge(tmp_path / "base", tasks, tmp_path / "merged", max_shard_size="50KB", **options)
     assert method == "emr" or all(task.relative < 0.5 and task.step for task in report.tasks)
@@ -126,7 +126,7 @@ def test_rows_that_no_task_touched_cost_next_to_nothing(tmp_path):
         tuned = base["embed.weight"].clone()
         tuned[:100] += 0.01 * torch.randn(100, 16)
         write_folder(tmp_path / f"t{seed}", {"embed.weight": tuned})
-    report = emr.merge(tmp_path / "base", {"a": tmp_path / "t1", "b": tmp_path / "t2"}, tmp_path / "merged")
+    report = emr.merge(tmp_path / "base", {"a": tmp_path / "t1", "b": tmp_path / "t2"}, tmp_path / "merged", method="emr")
     assert all(task.bits < 0.01 for task in report.tasks)
 
 
@@ -164,7 +164,7 @@ def test_all_files_but_weights_and_training_state_are_kept(tmp_path, base, tasks
         for name in [*KEPT, *LEFT]:
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_text(f"{name} of {task}")
-    emr.merge(base, tasks, tmp_path / "merged")
+    emr.merge(base, tasks, tmp_path / "merged", method="emr")
     merged = tmp_path / "merged"
     assert (merged / "tokenizer.json").exists() and not (merged / "task-cr/tokenizer.json").exists()  # equal files: once
     for task, folder in tasks.items():
@@ -228,7 +228,7 @@ def test_heads_of_the_bases_shape_and_of_another_merge(tmp_path):
         model.classifier.weight.data.mul_(0.001)
         model.save_pretrained(tmp_path / task)
     tasks = {task: tmp_path / task for task in ("five", "three", "again")}
-    emr.merge(tmp_path / "base", tasks, tmp_path / "merged")
+    emr.merge(tmp_path / "base", tasks, tmp_path / "merged", method="emr")
     five = extracted(tmp_path / "merged", "five", tmp_path / "out")
     assert torch.equal(five["classifier.weight"], tensors_of(tmp_path / "five")["classifier.weight"])
 
@@ -240,7 +240,7 @@ def test_a_base_of_another_float_type(tmp_path):
     for seed in (1, 2):
         tuned = {name: (t.float() + 0.01 * torch.randn(t.shape)).bfloat16() for name, t in half.items()}
         write_folder(tmp_path / f"t{seed}", tuned)
-    report = emr.merge(tmp_path / "base", {"a": tmp_path / "t1", "b": tmp_path / "t2"}, tmp_path / "merged")
+    report = emr.merge(tmp_path / "base", {"a": tmp_path / "t1", "b": tmp_path / "t2"}, tmp_path / "merged", method="emr")
     assert {tensor.dtype for tensor in extracted(tmp_path / "merged", "a", tmp_path / "a").values()} == {torch.bfloat16}
     assert all(0.5 < task.cosine < 1 for task in report.tasks)
 
@@ -251,17 +251,17 @@ def test_a_base_of_another_float_type(tmp_path):
 @pytest.mark.parametrize("compressed", [["cr"], ["trec", "cr"]])
 def test_a_compressed_checkpoint_is_as_good_as_the_plain_one(tmp_path, base, tasks, monkeypatch, compressed):
     monkeypatch.setattr(writing, "CHUNK", 1 << 10)
-    emr.merge(base, tasks, tmp_path / "plain")
+    emr.merge(base, tasks, tmp_path / "plain", method="emr")
     for task in compressed:
         fm_delta.compress_checkpoint(tasks[task], base, tmp_path / task)
-    emr.merge(base, tasks | {task: tmp_path / task for task in compressed}, tmp_path / "merged")
+    emr.merge(base, tasks | {task: tmp_path / task for task in compressed}, tmp_path / "merged", method="emr")
     assert contents(tmp_path / "merged") == contents(tmp_path / "plain")
 
 
 def test_a_model_in_memory_is_as_good_as_its_folder(tmp_path, base, tasks, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))  # which may be small: copies go beside the result
-    emr.merge(base, {"trec": classifier(6, 1), "cr": classifier(2, 2)}, tmp_path / "memory")
-    emr.merge(base, {"trec": tasks["trec"], "cr": tasks["cr"]}, tmp_path / "stored")
+    emr.merge(base, {"trec": classifier(6, 1), "cr": classifier(2, 2)}, tmp_path / "memory", method="emr")
+    emr.merge(base, {"trec": tasks["trec"], "cr": tasks["cr"]}, tmp_path / "stored", method="emr")
     names = ["model.safetensors", "task-trec/config.json"]
     first, second = contents(tmp_path / "memory"), contents(tmp_path / "stored")
     assert [first[name] for name in names] == [second[name] for name in names]
@@ -303,14 +303,14 @@ def test_an_adapter_is_merged_as_the_weights_it_makes(tmp_path, kind, given):
     full = saved(perturb(model), tmp_path / "full")
     tuned = moved(get_peft_model(model, deepcopy(config)), 7)
     task = saved(tuned, tmp_path / "adapter") if given == "folder" else tuned
-    emr.merge(base, {"alone": task}, tmp_path / "merged")
+    emr.merge(base, {"alone": task}, tmp_path / "merged", method="emr")
     written = extracted(tmp_path / "merged", "alone", tmp_path / "alone")
     expected = deepcopy(tuned).merge_and_unload().state_dict()
     assert written.keys() == expected.keys() - (model.all_tied_weights_keys or {}).keys()
     for name, tensor in written.items():
         assert torch.allclose(tensor, expected[name], atol=1e-6), name
     assert json.loads((tmp_path / "alone/config.json").read_text())["architectures"] == [type(model).__name__]
-    report = emr.merge(base, {"full": full, "other": task}, tmp_path / "merged", accept_conflicts=True)
+    report = emr.merge(base, {"full": full, "other": task}, tmp_path / "merged", accept_conflicts=True, method="emr")
     assert [task.task for task in report.tasks] == ["full", "other"]
 
 
@@ -324,7 +324,7 @@ def test_an_adapter_of_tied_weights_changes_only_its_own(tmp_path, layers, apart
         save_file(tensors, base / "model.safetensors", {"format": "pt"})
     model = AutoModelForCausalLM.from_pretrained(base)
     tuned = moved(get_peft_model(model, LoraConfig(r=2, lora_alpha=0.1, target_modules=layers, task_type="CAUSAL_LM")))
-    emr.merge(base, {"a": saved(tuned, tmp_path / "adapter")}, tmp_path / "merged")
+    emr.merge(base, {"a": saved(tuned, tmp_path / "adapter")}, tmp_path / "merged", method="emr")
     torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")), logits(tuned))
 
 
@@ -337,7 +337,7 @@ def test_an_adapter_beside_its_model_belongs_to_it(tmp_path, compressed):
     adapted.base_model.model.model.layers[0].self_attn.q_proj.lora_B.default.weight.data += 5  # however large
     moved(adapted).save_pretrained(tuned)
     expected = logits(AutoModelForCausalLM.from_pretrained(tuned))
-    emr.merge(base, {"a": tuned}, tmp_path / "merged")
+    emr.merge(base, {"a": tuned}, tmp_path / "merged", method="emr")
     torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")), expected)
     model = fm_delta.switch(AutoModelForCausalLM.from_pretrained(base), tuned)
     torch.testing.assert_close(logits(model), expected)
@@ -348,19 +348,19 @@ def test_an_adapter_beside_its_model_belongs_to_it(tmp_path, compressed):
         torch.testing.assert_close(logits(lora), expected, atol=1e-4, rtol=1e-4)
     (tuned / "adapter_model.safetensors").unlink()
     with pytest.raises(CheckpointError, match="no adapter_model.safetensors"):
-        emr.merge(base, {"a": tuned}, tmp_path / "merged")
+        emr.merge(base, {"a": tuned}, tmp_path / "merged", method="emr")
 
 
 def test_an_adapter_in_memory_keeps_what_else_is_in_memory(tmp_path):
     base, _ = write_tasks(tmp_path / "in", {"cr": 2})
     # Without task_type the adapter's folder is to have no head.
     tuned = get_peft_model(classifier(3, 4), LoraConfig(r=2, target_modules=["query"]))
-    emr.merge(base, {"a": tuned}, tmp_path / "merged")
+    emr.merge(base, {"a": tuned}, tmp_path / "merged", method="emr")
     same_tensors(extracted(tmp_path / "merged", "a", tmp_path / "a"), tuned.merge_and_unload().state_dict())
     tuned = get_peft_model(classifier(3, 4), LoraConfig(r=2, target_modules=["query"]))
     tuned.save_pretrained(tmp_path / "adapter")
     with pytest.raises(CheckpointError, match="nor the base .* has 'classifier.bias'"):
-        emr.merge(base, {"a": tmp_path / "adapter"}, tmp_path / "out")
+        emr.merge(base, {"a": tmp_path / "adapter"}, tmp_path / "out", method="emr")
 
 
 @pytest.mark.parametrize(
@@ -390,14 +390,14 @@ def test_an_adapter_with_forged_settings_is_one_clear_error(tmp_path, base, task
     settings = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
     (tmp_path / "adapter/adapter_config.json").write_text(json.dumps(settings | changes))
     with pytest.raises(HfExtError):
-        emr.merge(base, {"a": tmp_path / "adapter"}, tmp_path / "out")
+        emr.merge(base, {"a": tmp_path / "adapter"}, tmp_path / "out", method="emr")
     assert not (tmp_path / "out").exists()
 
 
 @adapters_of_transformers
 @pytest.mark.parametrize("active", ["trec", "cr"])
 def test_an_adapter_on_a_task_is_saved_alone_and_names_it(tmp_path, base, tasks, caplog, active):
-    emr.merge(base, tasks, tmp_path / "merged")
+    emr.merge(base, tasks, tmp_path / "merged", method="emr")
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged")
     model.set_task(active)
     torch.manual_seed(0)
@@ -410,7 +410,7 @@ def test_an_adapter_on_a_task_is_saved_alone_and_names_it(tmp_path, base, tasks,
     recorded = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"]
     assert recorded == str(tmp_path / "merged") + ("" if active == "trec" else "/task-cr")
     with pytest.raises(CheckpointError, match="an adapter of a task of the merge"):
-        emr.merge(base, {"a": tmp_path / "adapter"}, tmp_path / "out")
+        emr.merge(base, {"a": tmp_path / "adapter"}, tmp_path / "out", method="emr")
     # As the warning says:
     emr.extract(tmp_path / "merged", active, tmp_path / "plain")
     loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "plain")
@@ -497,7 +497,7 @@ def refusals(place: Path, base: Path, tasks: dict) -> Iterator[tuple]:
 def test_what_cannot_be_merged_is_named_and_nothing_is_written(tmp_path, base, tasks):
     for other, refused, message in refusals(tmp_path, base, tasks):
         with pytest.raises((BaseModelError, CheckpointError), match=message):
-            emr.merge(other, refused, tmp_path / "merged")
+            emr.merge(other, refused, tmp_path / "merged", method="emr")
         assert not (tmp_path / "merged").exists(), message
 
 
@@ -506,11 +506,11 @@ def test_a_model_with_adapters_inside_is_refused(tmp_path, base):
     inside = classifier(2, 3)
     inside.add_adapter(LoraConfig(r=2, target_modules=["query"]))
     with pytest.raises(CheckpointError, match="with adapters inside"):
-        emr.merge(base, {"a": inside}, tmp_path / "merged")
+        emr.merge(base, {"a": inside}, tmp_path / "merged", method="emr")
 
 
 def test_a_merge_is_not_decompressed(tmp_path, base, tasks):
-    emr.merge(base, tasks, tmp_path / "merged")
+    emr.merge(base, tasks, tmp_path / "merged", method="emr")
     with pytest.raises(CheckpointError, match="hf-ext extract"):
         fm_delta.decompress_checkpoint(tmp_path / "merged", tmp_path / "plain")
     assert not (tmp_path / "plain").exists()
@@ -518,7 +518,7 @@ def test_a_merge_is_not_decompressed(tmp_path, base, tasks):
 
 def test_a_merge_is_not_quantized_while_it_loads(tmp_path, base, tasks):
     pytest.importorskip("bitsandbytes")
-    emr.merge(base, tasks, tmp_path / "merged")
+    emr.merge(base, tasks, tmp_path / "merged", method="emr")
     with pytest.raises(CheckpointError, match="cannot be quantized while it loads.*hf-ext extract"):
         AutoModelForSequenceClassification.from_pretrained(
             tmp_path / "merged", quantization_config=BitsAndBytesConfig(load_in_4bit=True)
@@ -529,12 +529,12 @@ def test_a_merge_is_not_quantized_while_it_loads(tmp_path, base, tasks):
 
 def test_nothing_but_the_older_merge_is_cleared_away(tmp_path, base, tasks):
     out = tmp_path / "out"
-    emr.merge(base, tasks, out, max_shard_size="50KB")
+    emr.merge(base, tasks, out, max_shard_size="50KB", method="emr")
     (out / "task-notes").mkdir()
     (out / "task-notes" / "important.txt").write_text("important")
     (out / "task-cr" / "results.csv").write_text("important too")
-    emr.merge(base, {"trec": tasks["trec"]}, out)
-    emr.merge(base, {"trec": tasks["trec"]}, tmp_path / "fresh")
+    emr.merge(base, {"trec": tasks["trec"]}, out, method="emr")
+    emr.merge(base, {"trec": tasks["trec"]}, tmp_path / "fresh", method="emr")
     merged, fresh = contents(out), contents(tmp_path / "fresh")
     assert merged.pop("README.md") and fresh.pop("README.md")  # a card that exists stays
     assert merged.keys() - fresh.keys() == {"task-notes/important.txt", "task-cr/results.csv"}
@@ -545,8 +545,8 @@ def test_a_task_is_not_written_over(tmp_path, base, tasks):
     shutil.copytree(tasks["cr"], tmp_path / "task-cr")
     before = contents(tmp_path / "task-cr")
     with pytest.raises(CheckpointError, match="cannot be overwritten"):
-        emr.merge(base, {"cr": tmp_path / "task-cr"}, tmp_path, overwrite=True)
-    emr.merge(base, {"trec": tmp_path / "task-cr"}, tmp_path, overwrite=True)
+        emr.merge(base, {"cr": tmp_path / "task-cr"}, tmp_path, overwrite=True, method="emr")
+    emr.merge(base, {"trec": tmp_path / "task-cr"}, tmp_path, overwrite=True, method="emr")
     assert contents(tmp_path / "task-cr") == before
 
 
@@ -573,12 +573,12 @@ def test_tasks_of_unequal_strength_stop_the_merge_with_their_figures_unless_acce
     first, rest = {"noise": tasks.pop("noise")}, tasks
     if added:
         rest = {"weak": tasks["weak"]}
-        emr.merge(tmp_path / "base", first, merged)
+        emr.merge(tmp_path / "base", first, merged, method="emr")
 
     def write(**options):
         if added:
             return emr.add_task(merged, "weak", tasks["weak"], out, **options)
-        return emr.merge(tmp_path / "base", first | rest, out, **options)
+        return emr.merge(tmp_path / "base", first | rest, out, method="emr", **options)
 
     figures = ", ".join(f"'{task}' .[0-9.]+ % of the base's distance, cosine 0.[0-9]+." for task in rest)
     expected = f"the weights of {figures} would be farther .*--method switch.* hf-ext compress.*--accept-conflicts"
@@ -600,7 +600,7 @@ def test_tasks_of_unequal_strength_stop_the_merge_with_their_figures_unless_acce
 
 def test_an_added_task_leaves_the_others_as_they_were(tmp_path, base, tasks):
     first = {task: tasks[task] for task in ("trec", "cr")}
-    emr.merge(base, first, tmp_path / "merged")
+    emr.merge(base, first, tmp_path / "merged", method="emr")
     close = classifier(3, 1)  # tuned as "trec" was, but for its head and a little more
     with torch.no_grad():
         close.bert.pooler.dense.weight += 1e-4
@@ -620,13 +620,13 @@ def test_a_task_that_moved_other_weights_is_added_exactly(tmp_path):
     write_folder(tmp_path / "base", base)
     for task, name in {"a": "model.norm.weight", "b": "lm_head.weight"}.items():
         write_folder(tmp_path / task, base | {name: base[name] + 0.01})
-    emr.merge(tmp_path / "base", {"a": tmp_path / "a"}, tmp_path / "merged")
+    emr.merge(tmp_path / "base", {"a": tmp_path / "a"}, tmp_path / "merged", method="emr")
     emr.add_task(tmp_path / "merged", "b", tmp_path / "b", tmp_path / "more")
     same_tensors(extracted(tmp_path / "more", "b", tmp_path / "again"), tensors_of(tmp_path / "b"))
 
 
 def test_a_name_that_is_taken_and_a_folder_that_is_no_merge(tmp_path, base, tasks):
-    emr.merge(base, {"cr": tasks["cr"]}, tmp_path / "merged")
+    emr.merge(base, {"cr": tasks["cr"]}, tmp_path / "merged", method="emr")
     with pytest.raises(CheckpointError, match="has a task 'cr' already"):
         emr.add_task(tmp_path / "merged", "cr", tasks["subj"], tmp_path / "more")
     for call in (
@@ -642,12 +642,12 @@ def test_a_name_that_is_taken_and_a_folder_that_is_no_merge(tmp_path, base, task
 
 def test_plain_weights_with_the_config_of_a_merge_load(tmp_path):
     base, tasks = write_tasks(tmp_path / "in", {"cr": 2, "subj": 2})
-    emr.merge(base, tasks, tmp_path / "merged")
+    emr.merge(base, tasks, tmp_path / "merged", method="emr")
     model = AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(tmp_path / "merged"))
     model.load_state_dict(AutoModelForSequenceClassification.from_pretrained(tasks["cr"]).state_dict())
     model.save_pretrained(tmp_path / "plain")
     loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "plain")
     assert_same_weights(loaded, model)
     assert not hasattr(loaded, "set_task")
-    emr.merge(base, {"cr": tmp_path / "plain", "subj": tasks["subj"]}, tmp_path / "again")
+    emr.merge(base, {"cr": tmp_path / "plain", "subj": tasks["subj"]}, tmp_path / "again", method="emr")
     assert_same_weights(*(AutoModelForSequenceClassification.from_pretrained(tmp_path / name) for name in ("merged", "again")))

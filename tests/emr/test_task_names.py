@@ -94,7 +94,7 @@ def merged_states(build: Callable[[], PreTrainedModel], edits: tuple[Edit, ...],
     model = build()
     models = (model, perturb(model, 1), perturb(model, 2))
     base, a, b = (write(*parts) for parts in zip(models, (place / name for name in ("base", "a", "b")), edits))
-    emr.merge(base, {"a": a, "b": b}, place / "merged")
+    emr.merge(base, {"a": a, "b": b}, place / "merged", method="emr")
     return states(place / "merged", type(model), place / "extracted"), len(MergeFolder(place / "merged").elected.names())
 
 
@@ -154,10 +154,10 @@ def test_a_task_that_breaks_a_tie_leaves_the_others_tied(tmp_path, build, one, o
         tasks = {"apart": apart, "tied": tied}
     if order.startswith("added"):
         first, second = ("tied", "apart") if order == "added to ties" else ("apart", "tied")
-        emr.merge(base, {first: tasks[first]}, tmp_path / "first")
+        emr.merge(base, {first: tasks[first]}, tmp_path / "first", method="emr")
         emr.add_task(tmp_path / "first", second, tasks[second], tmp_path / "merged")
     else:
-        emr.merge(base, tasks, tmp_path / "merged")
+        emr.merge(base, tasks, tmp_path / "merged", method="emr")
     results = states(tmp_path / "merged", type(model), tmp_path / "out")
     assert torch.equal(results["tied"][other], results["tied"][one])
     assert torch.equal(results["apart"][other], type(model).from_pretrained(tasks["apart"]).state_dict()[other])
@@ -183,7 +183,7 @@ def test_a_task_that_breaks_a_tie_leaves_the_others_tied(tmp_path, build, one, o
 def test_weights_that_from_pretrained_does_not_load_are_named(tmp_path, edit, message):
     base, a = write(llama(), tmp_path / "base"), write(perturb(llama(), 1), tmp_path / "a", edit)
     with pytest.raises(CheckpointError, match=message):
-        emr.merge(base, {"a": a}, tmp_path / "merged")
+        emr.merge(base, {"a": a}, tmp_path / "merged", method="emr")
     assert not (tmp_path / "merged").exists()
 
 
@@ -192,7 +192,7 @@ def test_two_forms_of_one_weight_are_named(tmp_path):
     base, a = write(model, tmp_path / "base"), write(perturb(model, 1), tmp_path / "a")
     b = write(perturb(model, 2), tmp_path / "b", lambda tensors: perturb(model, 2).state_dict())
     with pytest.raises(CheckpointError, match=r"experts\.0\..*experts\.down_proj.* are two forms of one weight"):
-        emr.merge(base, {"a": a, "b": b}, tmp_path / "merged")
+        emr.merge(base, {"a": a, "b": b}, tmp_path / "merged", method="emr")
 
 
 def test_a_tower_under_names_that_no_rule_explains_is_refused(tmp_path):
@@ -202,7 +202,7 @@ def test_a_tower_under_names_that_no_rule_explains_is_refused(tmp_path):
     for folder in (base, a):
         edit_config(folder, architectures=["OwnModel"])
     with pytest.raises(CheckpointError, match=r"'body\.decoder\.layers\.0\..*seems to be 'text\.model\.layers\.0\."):
-        emr.merge(base, {"a": a}, tmp_path / "merged")
+        emr.merge(base, {"a": a}, tmp_path / "merged", method="emr")
 
 
 def test_names_of_a_class_of_its_own_are_compared_by_their_ends(tmp_path):
@@ -211,5 +211,5 @@ def test_names_of_a_class_of_its_own_are_compared_by_their_ends(tmp_path):
     a, b = write(perturb(model, 1), tmp_path / "a", GAMMA), write(perturb(model, 2), tmp_path / "b")
     for folder in (a, b):
         edit_config(folder, architectures=["OwnModel"])
-    emr.merge(base, {"a": a, "b": b}, tmp_path / "merged")
+    emr.merge(base, {"a": a, "b": b}, tmp_path / "merged", method="emr")
     states(tmp_path / "merged", BertModel, tmp_path / "out")

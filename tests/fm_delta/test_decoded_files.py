@@ -68,7 +68,7 @@ def test_a_second_load_decodes_nothing(tmp_path, kept, monkeypatch, name, option
 
 def test_a_second_load_of_a_merge_decodes_nothing(tmp_path, kept, monkeypatch):
     base, tasks = write_tasks(tmp_path, {"trec": 6, "cr": 2})
-    emr.merge(base, tasks, tmp_path / "merged")
+    emr.merge(base, tasks, tmp_path / "merged", method="emr")
     with monkeypatch.context() as patch:
         patch.delenv(decoded.FOLDER)
         expected = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged")

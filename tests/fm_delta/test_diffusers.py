@@ -246,7 +246,7 @@ def test_a_pipeline_of_another_class_is_not_the_base(place: Path, tmp_path: Path
     done = python("-m", "hf_ext.cli", "compress", place / "tuned", "--base", tmp_path / "base", "--out", tmp_path / "out")
     assert done.returncode == 1 and "unet is not the base of" in done.stderr and not (tmp_path / "out").exists()
     with pytest.raises(CheckpointError, match="is a model of diffusers, which has no tasks"):
-        emr.merge(place / "base" / "unet", {"one": place / "tuned" / "unet"}, tmp_path / "out")
+        emr.merge(place / "base" / "unet", {"one": place / "tuned" / "unet"}, tmp_path / "out", method="emr")
 
 
 def test_names_in_the_list_of_components_lead_into_no_other_folder(place: Path, tmp_path: Path) -> None:

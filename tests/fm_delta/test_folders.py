@@ -113,7 +113,7 @@ def test_files_are_not_written_through_a_link_to_another_folder(tmp_path):
     out.mkdir()
     (out / "task-cr").symlink_to(home)
     with pytest.raises(CheckpointError, match="task-cr is a link"):
-        emr.merge(base, folders, out, overwrite=True)
+        emr.merge(base, folders, out, overwrite=True, method="emr")
     assert not (out / "config.json").exists()
     assert {path.name: path.read_text() for path in home.iterdir()} == {"config.json": "mine"}
 

@@ -184,7 +184,7 @@ def test_a_base_in_another_form_is_refused(folders, tmp_path):
 def test_merges_and_loras_of_quantized_models_are_refused(folders, tmp_path):
     folder = folders("fp8")
     with pytest.raises(HfExtError, match="16 or 32 bits"):
-        emr.merge(folder.base, {"a": folder.tuned, "b": folder.small}, tmp_path / "out")
+        emr.merge(folder.base, {"a": folder.tuned, "b": folder.small}, tmp_path / "out", method="emr")
     for fine_tune in (folder.tuned, folder.small):
         with pytest.raises(HfExtError, match="16 or 32 bits"):
             fm_delta.extract_lora(fine_tune, folder.base, tmp_path / "out")

@@ -86,7 +86,7 @@ class Models:
 def stored(kind: str, folder: Path, base: Path, tuned: Mapping[str, Path], auto: type = Auto, **options) -> Models:
     folder = folder / kind
     if kind == "set_task":
-        emr.merge(base, tuned, folder / "merged", **options)
+        emr.merge(base, tuned, folder / "merged", **{"method": "emr"} | options)
     for name, path in tuned.items():
         if kind == "set_task":
             emr.extract(folder / "merged", name, folder / f"{name}-plain")

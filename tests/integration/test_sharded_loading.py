@@ -157,7 +157,7 @@ def _merge(rank: int, folder: Path) -> None:
 
 def test_a_merge_loads_its_first_task(tmp_path):
     base, tasks = write_tasks(tmp_path, {"trec": 6, "cr": 2})
-    emr.merge(base, tasks, tmp_path / "merged")
+    emr.merge(base, tasks, tmp_path / "merged", method="emr")
     AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged").save_pretrained(tmp_path / "first")
     assert on_ranks(_merge, tmp_path) == [0, 0]
 

@@ -49,7 +49,7 @@ def folder(tmp_path_factory):
     for each in ("base", *TASKS):
         tokenizer.save_pretrained(folder / each)
     fm_delta.compress_checkpoint(folder / "one", folder / "base", folder / "compressed")
-    emr.merge(folder / "base", {task: folder / task for task in TASKS}, folder / "merged")
+    emr.merge(folder / "base", {task: folder / task for task in TASKS}, folder / "merged", method="emr")
     for task in TASKS:
         emr.extract(folder / "merged", task, folder / f"merged-{task}")
 

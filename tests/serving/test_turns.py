@@ -170,7 +170,7 @@ def test_modules_outside_the_layers_are_loaded_whole(tmp_path):
 
 def test_tasks_of_a_merge_are_models(tmp_path):
     base, tasks = write_tasks(tmp_path, {"one": 2, "two": 2})
-    emr.merge(base, tasks, tmp_path / "merged")
+    emr.merge(base, tasks, tmp_path / "merged", method="emr")
     one, two = (StoredModel(str(tmp_path / "merged"), task=task).open() for task in ("one", "two"))
     assert set(changed(one, two)) and not list(changed(one, one))
     emr.add_task(tmp_path / "merged", "new", tasks["one"], tmp_path / "a")

@@ -30,7 +30,7 @@ def taken(src, other, out):
         "switch": lambda: fm_delta.switch(bert(), src),
         "extract_lora": lambda: fm_delta.extract_lora(src, other, out),
         "extract_lora, as base": lambda: fm_delta.extract_lora(other, src, out),
-        "merge": lambda: emr.merge(other, {"task": src}, out),
+        "merge": lambda: emr.merge(other, {"task": src}, out, method="emr"),
         "open": lambda: fm_delta.open(src),
         "merge, as base": lambda: emr.merge(src, {"task": other}, out, method="switch"),
     }
