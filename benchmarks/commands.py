@@ -94,7 +94,7 @@ def commands(args: argparse.Namespace, scratch: Path) -> dict[str, Work]:
     add("inspect", "inspect", packed)
     add("--help", "--help")
     tasks = ["--task", f"one={tuned}", "--task", f"other={other}"]
-    add("merge", "merge", "--base", base, *tasks, "--accept-conflicts", "--out", merged, out=merged)
+    add("merge", "merge", "--base", base, *tasks, "--method", "emr", "--accept-conflicts", "--out", merged, out=merged)
     lora = scratch / "adapter"
     add("extract-lora --rank 32", "extract-lora", tuned, "--base", base, "--rank", "32", "--out", lora, out=lora)
     script, files = HERE / "sections/whole_file.py", (base / FILE, tuned / FILE)

@@ -53,10 +53,12 @@ from transformers import (
 from hf_ext import UniMedForConditionalGeneration, UniMedProcessor
 from hf_ext import emr as merging
 from hf_ext.cli.main import main as hf_ext
+from hf_ext.emr import options
 from hf_ext.trans_lora import load_model
 
 ROOT = Path(__file__).parent.parent
 SHARED = tempfile.TemporaryDirectory()  # what is made once for several pages; gone with the process
+options.BITS = 8  # by default: fewer would keep nothing of changes as random as these
 FENCE = re.compile(r"^```(.*?)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 BERT, LLAMA, CHAT, BLIP2, LLAVA = (
@@ -76,8 +78,6 @@ SHORTER = {
     "num_samples=1000": MOVED,
     # The tensors of the tiny models are smaller than their headers.
     "bits=0.1,": "",
-    'method="switch"': 'method="switch", bits=8',
-    "--method switch": "--method switch --bits 8",
 }
 MORE = {
     command: [word for option in text.split(", ") for word in shlex.split(f"--{option}".replace("=", " ", 1))]

@@ -18,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from threading import Event, Thread
 
@@ -211,7 +212,13 @@ def scale(args: argparse.Namespace) -> dict:
             "from_pretrained, compressed": (measured, load_and_read, packed, AutoModelForCausalLM),
             "from_pretrained, plain": (measured, load_and_read, tuned, AutoModelForCausalLM),
             "switch to the other fine-tune": (measured_switch, packed, other_packed),
-            "merge both": (measured, emr.merge, base, {"one": str(tuned), "other": str(other_packed)}, merged),
+            "merge both": (
+                measured,
+                partial(emr.merge, method="emr"),
+                base,
+                {"one": str(tuned), "other": str(other_packed)},
+                merged,
+            ),
         }
         results: dict = {"parameters": parameters}
         rows = []

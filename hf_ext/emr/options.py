@@ -41,9 +41,7 @@ class MergeOptions:
                 f"{' and '.join(given)}: only the method {CODED!r} has a size to choose. Add method={CODED!r}."
             )
         if self.is_coded and self.rescale != RESCALE[0]:
-            raise CheckpointError(
-                f"rescale={self.rescale!r}: only the method {ELECTED!r} has rescalers. Add method={ELECTED!r}."
-            )
+            raise CheckpointError(f"rescale={self.rescale!r}: only the method {ELECTED!r} rescales. Add method={ELECTED!r}.")
         if len(given) > 1:
             raise CheckpointError("bits and size are given; give one of them.")
         if bits is not None and not (isinstance(bits, Real) and not isinstance(bits, bool) and LEAST_BITS <= bits <= 64):
