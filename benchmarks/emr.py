@@ -67,7 +67,7 @@ def accuracy(args: argparse.Namespace) -> dict:
 
 
 def elected(base: Path, tasks: dict[str, Path], out: Path) -> None:
-    emr.merge(base, tasks, out, accept_conflicts=True)
+    emr.merge(base, tasks, out, method="emr", accept_conflicts=True)
 
 
 def coded(base: Path, tasks: dict[str, Path], out: Path) -> None:
