@@ -38,6 +38,7 @@ class Arguments:
     max_train_samples: int = field(default=2000, metadata={"help": "How many texts of a task to train on at most."})
     max_test_samples: int = field(default=1000, metadata={"help": "How many texts of a task to test on at most."})
     output_dir: str = field(default="demo-out", metadata={"help": "Gets a folder of each fine-tune, and `merged`."})
+    bits: float = field(default=0.25, metadata={"help": "Bits of a task for each parameter."})
     num_train_epochs: float = field(default=2.0, metadata={"help": "Passes over the data."})
     learning_rate: float = field(default=5e-5, metadata={"help": "AdamW's initial learning rate."})
 
@@ -80,7 +81,7 @@ def main():
         model.to("cpu").save_pretrained(out / task)
         tokenizer.save_pretrained(out / task)
 
-    report = emr.merge(base, {task: out / task for task in single}, out / "merged")
+    report = emr.merge(base, {task: out / task for task in single}, out / "merged", bits=args.bits)
     report.plot(out / "merged.png")
     print(f"\n{report}\n")
 

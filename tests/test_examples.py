@@ -165,7 +165,7 @@ def test_merge_and_switch(tmp_path, base, texts):
         data.to_parquet(tmp_path / name / "train.parquet")
     out = run(
         "merge_and_switch.py", tmp_path, "--model_name_or_path", base, "--datasets", "kind=./kind", "place=./place",
-        "--learning_rate", 2e-3, "--num_train_epochs", 1, "--max_length", 16,
+        "--learning_rate", 2e-3, "--num_train_epochs", 1, "--max_length", 16, "--bits", 8,
     )  # fmt: skip
     table = re.findall(r"^(kind|place) +([\d.]+) +([\d.]+)$", out, re.MULTILINE)
     assert [name for name, *_ in table] == ["kind", "place"]
