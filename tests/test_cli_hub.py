@@ -26,7 +26,7 @@ lines = f'''
     find-base user/tuned user/base
     compress user/tuned --base user/base --out small
     compress tuned {local} --out local
-    merge --base user/tasks-base --task trec=user/tasks-trec --task cr=user/tasks-cr --out merged
+    merge --base user/tasks-base --task trec=user/tasks-trec --task cr=user/tasks-cr --method emr --out merged
 '''
 assert [main(line.split()) for line in lines.strip().splitlines()] == [0, 0, 0, 0]
 push("small", "small")
