@@ -195,7 +195,7 @@ def points(tasks: Tasks, bits: Sequence[float], folder: Path) -> Iterator[Point]
 
 
 class Result(NamedTuple):
-    """What a method reaches: for each task, its hits by seed and test item, and its L2 distance from the task's own model,
+    """The results of a method: for each task, its hits by seed and test item, and its L2 distance from the task's own model,
     relative to that of the base."""
 
     bits: float

@@ -95,10 +95,8 @@ def compress(
     verified = f"\nAll {len(written.tensors)} tensors decode to those of {src}." if verify else ""
     stays = ""
     if written.base and os.path.isabs(written.base):
-        stays = (
-            f"\nThe base is recorded as {written.base}, which other machines lack. Record its Hub id with --base-id, or put "
-        )
-        stays += "OUT beside the base: then both can move together."
+        stays = f"\nThe base is recorded as {written.base}, which other machines lack. "
+        stays += "Record its Hub id with --base-id, or put OUT beside the base: then both can move together."
     text = f"{finding}{written.summary()}{verified}{stays}{missing_config(out)}"
     return Result(text, written.to_dict() | {"tensors": len(written.tensors)})  # `hf-ext inspect` lists them
 

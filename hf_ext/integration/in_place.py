@@ -60,12 +60,14 @@ class LiveWeights:
 
     Attributes:
         tensors: parameters and persistent buffers, by the names that they have without adapters.
+        device: where new values are decoded.
     """
 
     def __init__(self, model: PreTrainedModel, plan: list[Loaded]):
         self.model, self.plan = model, plan
         state = model.state_dict(keep_vars=True)
         self.tensors = {plain(name): tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
+        self.device = decoding_device(tensor.device for tensor in self.tensors.values())
 
     def require_in_memory(self) -> None:
         """Raises CheckpointError if a weight is offloaded, packed, or only in part on this device."""
@@ -129,8 +131,7 @@ class LiveWeights:
 
     def tensors_of(self, loaded: Loaded, source: TensorSource) -> dict[str, torch.Tensor]:
         """Returns the weights that a source's tensors give, decoded on their device if that is turned on."""
-        weights = [self.tensors[name] for name in loaded.shapes(self.model, source) if name in self.tensors]
-        return loaded.tensors(self.model, source, decoding_device(weight.device for weight in weights))
+        return loaded.tensors(self.model, source, self.device)
 
     def changed(self, loaded: Loaded, source: TensorSource, types: Mapping[str, torch.dtype]) -> str | None:
         """Returns a weight that differs in any bit from what a source's tensors give, rounded to these types first; None if

@@ -81,7 +81,9 @@ def open_base(
     """
     folder = (opened.folder() if opened else None) or files[0].path.parent  # a repository may have no config.json
     this, recorded = opened or f"'{folder}'", files[0].base
-    name, revision = base_of(files[0], folder) if base is None else (base, revision)
+    named = base_of(files[0], folder)
+    name, revision = named if base is None else (base, revision)
+    is_named, is_beside = name == named[0], str(name).startswith(os.pardir)
     if recorded is None:
         if name is not None:
             raise BaseModelError(
@@ -91,7 +93,6 @@ def open_base(
         return NoBase()
     if not isinstance(name, str | os.PathLike) or not isinstance(revision, str | None):
         raise BaseModelError(f"{name!r} at revision {revision!r} is not a valid name for the base {recorded}. {MOVED}")
-    is_beside = os.fspath(name).startswith(os.pardir)
     if os.path.isdir(folder / name):
         name = absolute_path(folder / name)
     if hub.cache_dir is None and (snapshot := snapshot_of(folder)) is not None:
@@ -99,7 +100,9 @@ def open_base(
     try:
         weights = Checkpoint(name, revision, hub, partial(_require_fitting, files))
     except BaseModelError as error:
-        if (moved := _moved_base(recorded, is_beside)) is None:
+        # One that is there but damaged stays an error, and so does another one that the caller names.
+        moved = None if os.path.isdir(name) or not is_named else _moved_base(recorded, is_beside)
+        if moved is None:
             message = f"The base model {recorded} is needed to read this checkpoint, {this}. {error} {MOVED}"
             raise BaseModelError(message) from error
         weights = moved

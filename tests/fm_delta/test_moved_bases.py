@@ -118,7 +118,7 @@ def test_rebase_rejects_all_but_the_same_model(stored, tmp_path, monkeypatch):
     other = write_folder(tmp_path / "other", fine_tune(weights(), 3))
     for wrong, message in (
         (other, "another model|no tensor"),
-        (tmp_path / "nowhere", f"that can be read.*{base}"),
+        (tmp_path / "nowhere", "there is no folder"),
         (small, "each other|another model|several models"),
     ):
         with pytest.raises(BaseModelError, match=message):

@@ -61,17 +61,9 @@ def test_pytorch_uses_one_core_per_tensor():
         torch.set_num_threads(before)
 
 
-BAR = """
-import time
-from hf_ext.storage.prefetch import progress
-with progress("Testing", 30) as bar:
-    for _ in range(30):
-        time.sleep(0.02)
-        bar.update()
-"""
-
-
 def test_a_log_file_gets_few_states_of_a_bar():
-    shown = {name: value for name, value in os.environ.items() if name != "HF_HUB_DISABLE_PROGRESS_BARS"}
-    printed = subprocess.run([sys.executable, "-c", BAR], env=shown, capture_output=True, text=True, check=True).stderr
-    assert "Testing tensors: 100%" in printed and printed.count("Testing tensors") <= 2
+    script = "import time; from hf_ext.storage.prefetch import progress; bar = progress('Testing', 30)\n"
+    script += "for _ in range(30): time.sleep(0.02); bar.update()\nbar.close()"
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "HF_HUB_DISABLE_PROGRESS_BARS": "0"}
+    result = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True)
+    assert "Testing tensors: 100%" in result.stderr and result.stderr.count("Testing tensors") <= 2

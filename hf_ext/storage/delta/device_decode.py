@@ -156,7 +156,7 @@ class Arena:
 
 
 class Layout:
-    """What the kernels need to know of a body. Sizes in the header are checked before anything is allocated.
+    """The description of a body for the kernels. Sizes in the header are checked before anything is allocated.
 
     Attributes:
         frequencies: of the symbols in each table.
