@@ -1,4 +1,4 @@
-"""Replaces what TRL 1.16's AsyncGRPOTrainer takes from a GPU: the device's name, and FlashAttention 3, here in plain PyTorch."""
+"""Replaces what TRL 1.16's AsyncGRPOTrainer takes from a GPU: the device's name, and FlashAttention 3, in plain PyTorch."""
 
 from types import SimpleNamespace
 

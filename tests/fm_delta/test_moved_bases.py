@@ -81,6 +81,17 @@ def test_the_listed_folders_are_searched(stored, tmp_path, monkeypatch, listed):
     assert method.verify(small) > 5
 
 
+def test_a_damaged_base_and_one_that_the_caller_names_are_not_replaced(stored, tmp_path, monkeypatch):
+    small, base, method = stored
+    shutil.copytree(base, tmp_path / "bases/base")
+    monkeypatch.setenv(BASES, str(tmp_path / "bases"))
+    with pytest.raises(BaseModelError, match="no folder"):
+        method.verify(small, base=tmp_path / "nowhere")
+    (base / "model.safetensors").write_bytes(b"")
+    with pytest.raises(BaseModelError, match="work/base"):
+        method.verify(small)
+
+
 def test_a_base_that_is_compressed_itself_is_searched_for(tmp_path, monkeypatch):
     src, base = pair(tmp_path)
     fm_delta.compress_checkpoint(src, base, tmp_path / "bases/small")
