@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,8 @@ from hf_ext.storage.stored import OF_TASK
 
 if TYPE_CHECKING:
     import torch
+
+    from hf_ext.storage.delta.payload import Header
 
 
 class MergeFolder:
@@ -177,17 +180,11 @@ class MergeFolder:
                 out = np.concatenate([out, file.read(ROWS + name).data])
         return RawTensor(entry.dtype, entry.shape, out)
 
-    def tensor_on(self, task: str, name: str, device: torch.device) -> torch.Tensor:
-        """Returns a tensor of a task's model on a device, where a coded one may be decoded."""
-        from hf_ext.storage.delta.device_decode import decode
-
+    def coded(self, task: str, name: str) -> tuple[np.ndarray, Header] | None:
+        """Returns the payload of a task's tensor and its header; None unless it is coded."""
         file = self.files[task]
-        coded = file.record.ties.get(name, name)
-        if device.type != "cpu" and file.is_coded(coded):
-            decoded = decode(file.read(CODE + coded).data, file.header(coded), self.base, device)
-            if decoded is not None:
-                return decoded
-        return self.tensor(task, name).to_device(device)
+        name = file.record.ties.get(name, name)
+        return (file.read(CODE + name).data, file.header(name)) if file.is_coded(name) else None
 
     def source(self, task: str) -> TaskSource:
         """Returns the tensors of a task's model."""
@@ -229,8 +226,10 @@ class TaskSource(TensorSource):
     def read(self, name: str, out: np.ndarray | None = None) -> RawTensor:
         return self._merged.tensor(self._task, name, out)
 
-    def read_on(self, name: str, device: torch.device) -> torch.Tensor:
-        return self._merged.tensor_on(self._task, name, device)
+    def read_on(self, names: Sequence[str], device: torch.device) -> list[torch.Tensor]:
+        from hf_ext.storage.delta.device_decode import read_on
+
+        return read_on(self, names, partial(self._merged.coded, self._task), self._merged.base, device)
 
     def __contains__(self, name: object) -> bool:
         return name in self._merged.files[self._task].record.ties or super().__contains__(name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from hf_ext.integration import compat
 from hf_ext.integration.in_place import untie
 from hf_ext.integration.loading.quantizer import DecodingQuantizer
 from hf_ext.integration.save_hooks import PushToHub
+from hf_ext.storage.delta.device_decode import read_on
 from hf_ext.storage.safetensors_file import Entry, RawTensor
 from hf_ext.storage.source import TensorSource
 
@@ -97,5 +99,5 @@ class _OneTask(TensorSource):
     def read(self, name: str, out: np.ndarray | None = None) -> RawTensor:
         return self.merged.tensor(self.holder[name], name)
 
-    def read_on(self, name: str, device: torch.device) -> torch.Tensor:
-        return self.merged.tensor_on(self.holder[name], name, device)
+    def read_on(self, names: Sequence[str], device: torch.device) -> list[torch.Tensor]:
+        return read_on(self, names, lambda name: self.merged.coded(self.holder[name], name), self.merged.base, device)

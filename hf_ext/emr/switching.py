@@ -126,7 +126,7 @@ class SetTask:
             if not loaded.is_in(new):
                 logger.warning_once(f"Task '{name}' has no tensors for '{loaded.target}', which keeps the values it has.")
             elif discard or name != active:
-                tensors |= weights.tensors_of(loaded, new)
+                tensors |= weights.tensors_of([loaded], new)
         for copy, origin in weights.copies().items():
             if not discard and not is_same(weights.tensors[copy], weights.tensors[origin]):
                 raise UnsavedChangesError(active, copy)
@@ -185,12 +185,12 @@ class SetTask:
             self._is_mixed = False
 
     def _write(self, weights: LiveWeights, places: Mapping[str, tuple], sizes: dict[str, int], source: TensorSource) -> None:
-        for _ in Prefetcher(lambda tensor: weights.write(places[tensor][0], source), sizes):
+        for _ in Prefetcher(lambda tensor: weights.write([places[tensor][0]], source), sizes):
             pass
 
     def _changed(self, weights: LiveWeights, loaded: Loaded, task: TensorSource) -> str | None:
         if loaded.is_in(task):
-            return weights.changed(loaded, task, self._types)
+            return weights.changed([loaded], task, self._types)
         return loaded.target if loaded.target in weights.tensors and self._is_changed(weights, loaded.target) else None
 
     def _is_changed(self, weights: LiveWeights, name: str) -> bool:

@@ -15,8 +15,8 @@ from hf_ext.errors import CheckpointError, HfExtError
 from hf_ext.integration import compat
 from hf_ext.integration.config_change import plain
 from hf_ext.storage.config_file import forget_encoding
-from hf_ext.storage.delta.device_decode import decoding_device
-from hf_ext.storage.prefetch import Prefetcher, progress
+from hf_ext.storage.delta.device_decode import ahead, decoding_device
+from hf_ext.storage.prefetch import progress
 from hf_ext.storage.safetensors_file import Entry, safetensors_dtype
 from hf_ext.storage.source import TensorSource
 
@@ -129,14 +129,16 @@ class LiveWeights:
             return None
         return weight.detach().reshape(-1).view(torch.uint8).numpy()
 
-    def tensors_of(self, loaded: Loaded, source: TensorSource) -> dict[str, torch.Tensor]:
+    def tensors_of(self, plan: Sequence[Loaded], source: TensorSource) -> dict[str, torch.Tensor]:
         """Returns the weights that a source's tensors give, decoded on their device if that is turned on."""
-        return loaded.tensors(self.model, source, self.device)
+        names = [name for loaded in plan for name in loaded.all_names()]
+        tensors = dict(zip(names, source.read_on(names, self.device)))
+        return {key: value for loaded in plan for key, value in loaded.convert(self.model, tensors.__getitem__).items()}
 
-    def changed(self, loaded: Loaded, source: TensorSource, types: Mapping[str, torch.dtype]) -> str | None:
+    def changed(self, plan: Sequence[Loaded], source: TensorSource, types: Mapping[str, torch.dtype]) -> str | None:
         """Returns a weight that differs in any bit from what a source's tensors give, rounded to these types first; None if
         there is none."""
-        for name, tensor in self.tensors_of(loaded, source).items():
+        for name, tensor in self.tensors_of(plan, source).items():
             if name not in self.tensors or not is_same(self.tensors[name], tensor.to(types.get(name, tensor.dtype))):
                 return name
         return None
@@ -145,7 +147,7 @@ class LiveWeights:
         """Replaces all weights by the tensors of a source, which are decoded into the weights' memory where possible. Raises
         HfExtError if a tensor cannot be read. The error says that the model is now a mix."""
         sizes = {str(i): sum(source.entry(name).nbytes for name in loaded.all_names()) for i, loaded in enumerate(self.plan)}
-        written, done = Prefetcher(lambda i: self.write(self.plan[int(i)], source), sizes), 0
+        written, done = ahead(lambda batch: self.write([self.plan[int(i)] for i in batch], source), sizes, self.device), 0
         try:
             with progress("Switching", len(sizes)) as bar:
                 for _ in written:
@@ -162,20 +164,21 @@ class LiveWeights:
             error.add_note(state)
             raise
 
-    def write(self, loaded: Loaded, source: TensorSource) -> None:
+    def write(self, plan: Sequence[Loaded], source: TensorSource) -> list[None]:
         """Replaces the weights made from some tensors by those of a source."""
-        names = loaded.all_names()
-        memory = self.memory(loaded, source.entry(names[0]))
+        places = [(loaded, self.memory(loaded, source.entry(loaded.all_names()[0]))) for loaded in plan]
         with torch.inference_mode(False):
-            if memory is None:
-                self.set(self.tensors_of(loaded, source))
-            else:
-                data = source.read(names[0], memory).data
-                if data is not memory:  # it is mapped from a file, for instance
-                    memory[:] = data
-                torch.autograd.graph.increment_version(self.tensors[loaded.target])
-        for name in names:
-            source.release(name)
+            self.set(self.tensors_of([loaded for loaded, memory in places if memory is None], source))
+            for loaded, memory in places:
+                if memory is not None:
+                    data = source.read(loaded.all_names()[0], memory).data
+                    if data is not memory:  # it is mapped from a file, for instance
+                        memory[:] = data
+                    torch.autograd.graph.increment_version(self.tensors[loaded.target])
+        for loaded in plan:
+            for name in loaded.all_names():
+                source.release(name)
+        return [None] * len(plan)
 
     @torch.inference_mode(False)
     @torch.no_grad()

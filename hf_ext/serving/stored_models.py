@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from hf_ext.emr.folder import open_merge
 from hf_ext.errors import BaseModelError, CheckpointError
 from hf_ext.storage.config_file import ENCODINGS
-from hf_ext.storage.delta.device_decode import decoding_device
-from hf_ext.storage.prefetch import Prefetcher
+from hf_ext.storage.delta.device_decode import decoding_device, reading
 from hf_ext.storage.source import TensorSource
 from hf_ext.storage.stored import Stored, split_task
 from hf_ext.storage.weights import Kind
@@ -55,8 +53,7 @@ def read_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Returns an iterator over tensors and their names. Threads that decode them start at once. `devices` are those of the
     weights; tensors may be on another."""
-    read = partial(source.read_on, device=decoding_device(devices))
-    tensors = Prefetcher(read, {name: source.entry(name).nbytes for name in names})
+    tensors = reading(source, names, decoding_device(devices))
 
     def convert() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in tensors:

@@ -78,6 +78,41 @@ class Prefetcher(Generic[Result]):
             self._running[name] = self._pool.submit(self._work, name)
 
 
+class BatchPrefetcher(Generic[Result]):
+    """A Prefetcher whose work takes several names at once.
+
+    Args:
+        work: returns the results for some names.
+        sizes: as for Prefetcher.
+        most: bytes of the results of a batch, unless one result has more.
+    """
+
+    def __init__(self, work: Callable[[list[str]], list[Result]], sizes: dict[str, int], most: int):
+        batches, bytes_of, first = dict[str, list[str]](), dict[str, int](), ""
+        for name, size in sizes.items():
+            if not batches or bytes_of[first] + size > most:
+                first = name
+            batches.setdefault(first, []).append(name)
+            bytes_of[first] = bytes_of.get(first, 0) + size
+        self._first_of = {name: first for first, names in batches.items() for name in names}
+        self._batches = Prefetcher(lambda first: dict(zip(batches[first], work(batches[first]))), bytes_of)
+        self._ready: dict[str, Result] = {}
+        self.close = self._batches.close
+
+    def result(self, name: str) -> Result:
+        """Returns the result for a name."""
+        if name not in self._ready:
+            self._ready |= self._batches.result(self._first_of[name])
+        return self._ready.pop(name)
+
+    def __iter__(self) -> Iterator[tuple[str, Result]]:
+        try:
+            for name in self._first_of:
+                yield name, self.result(name)
+        finally:
+            self.close()
+
+
 def in_threads(work: Callable[[int], Result], count: int, threads: int) -> list[Result]:
     """Returns the results of `work` for 0, 1, … `count` - 1, computed in this many threads."""
     if threads < 2 or count < 2:

@@ -52,9 +52,9 @@ class TensorSource(ABC):
                 this array.
         """
 
-    def read_on(self, name: str, device: torch.device) -> torch.Tensor:
-        """Returns a tensor on a device. A source may decode it there, see `delta/device_decode.py`."""
-        return self.read(name).to_device(device)
+    def read_on(self, names: Sequence[str], device: torch.device) -> list[torch.Tensor]:
+        """Returns tensors on a device. A source may decode them there, see `delta/device_decode.py`."""
+        return [self.read(name).to_device(device) for name in names]
 
     def read_rows(self, name: str, begin: int, end: int) -> RawTensor:
         """Returns the rows from `begin` to `end` of a tensor, along its first dimension."""
@@ -114,8 +114,8 @@ class Renamed(TensorSource):
     def read(self, name: str, out: np.ndarray | None = None) -> RawTensor:
         return self._source.read(self._name_of[name], out)
 
-    def read_on(self, name: str, device: torch.device) -> torch.Tensor:
-        return self._source.read_on(self._name_of[name], device)
+    def read_on(self, names: Sequence[str], device: torch.device) -> list[torch.Tensor]:
+        return self._source.read_on([self._name_of[name] for name in names], device)
 
     def read_rows(self, name: str, begin: int, end: int) -> RawTensor:
         return self._source.read_rows(self._name_of[name], begin, end)

@@ -15,12 +15,17 @@ import xxhash
 from codec_arrays import BF16, FP16, FP32, NAMES, decode, encode, fine_tune, landmarks, random_bits, unsigned, weights
 from golden_checkpoints import tensors
 from interleaved import recoded
+from safetensors.torch import save_file
 
 from hf_ext import _native
+from hf_ext.fm_delta import compress_checkpoint
+from hf_ext.storage.delta import device_decode
 from hf_ext.storage.delta.codec import encode_raw
+from hf_ext.storage.delta.device_decode import Body, Request, bodies_of, decode_bodies, decode_onto
 from hf_ext.storage.delta.payload import CODED, STACKED, Header, read_header, row_length
 from hf_ext.storage.native import FLOATS
 from hf_ext.storage.safetensors_file import RawTensor
+from hf_ext.storage.stored import Stored
 
 triton = pytest.importorskip("triton")
 interpreter = pytest.importorskip("triton.runtime.interpreter")
@@ -28,6 +33,7 @@ interpreter = pytest.importorskip("triton.runtime.interpreter")
 CPU = torch.device("cpu")
 BLOCK = 256 * 1024
 TYPES = {code: name for name, code in FLOATS.items()}
+LARGE = ("experts", "lora", "lora.F32", "low_rank")  # golden tensors that take the interpreter seconds
 every_type = pytest.mark.parametrize("code", [BF16, FP16, FP32], ids=[NAMES[code] for code in (BF16, FP16, FP32)])
 Case = tuple[np.ndarray, np.ndarray | None, int]  # a tensor, the base of its first values, and the length of its rows
 Make = Callable[[np.random.Generator, int], Case]
@@ -45,14 +51,12 @@ def quick_interpreter() -> Iterator[None]:
 
 def on_device(body: bytes, base: np.ndarray | None, code: int, length: int, checksum: int, values: int) -> np.ndarray | None:
     """Returns the bits that the kernels decode; None if their checksum differs."""
-    from hf_ext.storage.delta.device_decode import decode_onto
-
     shape, dtype = (values // length, length), TYPES[code]
     known = 0 if base is None else len(base)
     header = Header("", dtype, shape, CODED, "", "base" * bool(known), dtype * bool(known), known, checksum, 0)
     assert row_length(shape) == length
     before = None if base is None else RawTensor(dtype, (known // length, length), base.view(np.uint8).copy()).to_torch()
-    out = decode_onto(header, [(header, np.frombuffer(body, np.uint8))], before, CPU)
+    (out,) = decode_onto([Request(header, [(header, np.frombuffer(body, np.uint8))], before)], CPU)
     return None if out is None else RawTensor.from_torch(out).data.view(reference.TYPES[code].unsigned)
 
 
@@ -109,29 +113,27 @@ def test_interleaved_blocks_are_decoded(make: Make, code: int) -> None:
     assert_same(tensor, base, code, length, body)
 
 
-@pytest.mark.parametrize("code, rows", [(BF16, 2), (FP32, 1)], ids=["bf16", "fp32"])
-def test_blocks_of_one_lane_are_decoded(code: int, rows: int) -> None:
-    tensor, base = fine_tune(np.random.default_rng(1), rows * 64, code, 0.1)
-    assert_same(tensor, base, code, 64, encode(tensor, base, code, 64))
+def test_blocks_of_one_lane_are_decoded() -> None:
+    tensor, base = fine_tune(np.random.default_rng(1), 2 * 64, BF16, 0.1)
+    assert_same(tensor, base, BF16, 64, encode(tensor, base, BF16, 64))
 
 
 @every_type
 @pytest.mark.parametrize("most, exponent", [(60, 20), (1 << 13, 34)], ids=["narrow", "wide"])
 def test_low_rank_changes_are_decoded(code: int, most: int, exponent: int) -> None:
     rng = np.random.default_rng(2)
-    base = with_landmarks(rng, weights(rng, 20 * 150, code), code)
-    rows, columns = (rng.integers(-most, most, shape, np.int32) for shape in ((20, 2), (2, 150)))
+    base = with_landmarks(rng, weights(rng, 17 * 130, code), code)
+    rows, columns = (rng.integers(-most, most, shape, np.int32) for shape in ((17, 2), (2, 130)))
     change = np.ldexp((rows.astype(np.int64) @ columns).ravel().astype("<f8"), -exponent)
     tensor = reference.move(base, change, most > 60, reference.TYPES[code])
-    tensor[150:300], tensor[7::97] = base[150:300], tensor[7::97] ^ 1
-    body = encode(tensor, base, code, 150, changes=((rows, columns, exponent),))
+    tensor[130:260], tensor[7::97] = base[130:260], tensor[7::97] ^ 1
+    body = encode(tensor, base, code, 130, changes=((rows, columns, exponent),))
     assert body[1] & 4
-    assert_same(tensor, base, code, 150, recoded(body, 2, base, code, len(tensor), 150, len(base)))
+    assert_same(tensor, base, code, 130, recoded(body, 2, base, code, len(tensor), 130, len(base)))
 
 
-@pytest.mark.parametrize("code", [BF16, FP16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("kind", [1, 2, 3])
-def test_lists_of_changes_are_decoded(code: int, kind: int) -> None:
+@pytest.mark.parametrize("kind, code", [(1, BF16), (2, BF16), (2, FP16), (3, BF16)])
+def test_lists_of_changes_are_decoded(kind: int, code: int) -> None:
     rng = np.random.default_rng(3)
     base = with_landmarks(rng, weights(rng, 85 * 100, code), code)
     tensor = np.concatenate([np.where(rng.random(len(base)) < 0.004, base ^ rng.integers(1, 9, len(base), np.uint16), base)])
@@ -140,15 +142,18 @@ def test_lists_of_changes_are_decoded(code: int, kind: int) -> None:
     assert_same(tensor, base, code, 100, recoded(body, kind, base, code, len(tensor), 100, len(base)))
 
 
-@pytest.mark.parametrize("code", [BF16, FP32], ids=["bf16", "fp32"])
-def test_several_blocks_and_verbatim_ones_are_decoded(code: int) -> None:
-    rng, length = np.random.default_rng(4), BLOCK + 300
-    base, tensor = (random_bits(rng, length, code) for _ in range(2))
-    assert_same(tensor, base, code, length, encode(tensor, base, code, length))
-    if code == BF16:
-        few = base.copy()
-        few[[0, 3, 70, BLOCK, BLOCK + 9]] ^= 1
-        assert_same(few, base, code, length, encode(few, base, code, length))
+def test_verbatim_blocks_are_decoded() -> None:
+    base, tensor = (random_bits(np.random.default_rng(seed), 5 * 67, FP32) for seed in range(2))
+    body = encode(tensor, base, FP32, 67)
+    assert len(body) > tensor.nbytes
+    assert_same(tensor, base, FP32, 67, body)
+
+
+def test_several_lists_of_changes_are_decoded() -> None:
+    base = random_bits(np.random.default_rng(4), BLOCK + 300, BF16)
+    tensor = base.copy()
+    tensor[[0, 3, 70, BLOCK, BLOCK + 9]] ^= 1
+    assert_same(tensor, base, BF16, len(base), encode(tensor, base, BF16, len(base)))
 
 
 @every_type
@@ -161,28 +166,33 @@ def test_coarse_changes_are_decoded(code: int) -> None:
     assert_same(decode(body, base, code, len(base), 64, len(base)), base, code, 64, body)
 
 
-@pytest.mark.parametrize("name", tensors(1)[1])
-def test_golden_tensors_are_decoded_or_left_to_the_cpu(name: str) -> None:
-    from hf_ext.storage.delta.device_decode import bodies_of, decode_onto
-
-    base, tensor = (named.get(name) for named in tensors(1))
-    before = None if base is None else RawTensor.from_torch(base)
-    payload = np.frombuffer(encode_raw(RawTensor.from_torch(tensor), before), np.uint8)
-    header = read_header(payload)
-    bodies = bodies_of(payload, header)
-    if bodies is None:
-        has_other_type = header.narrow or header.dtype == "F64" or header.base_dtype not in ("", header.dtype)
-        assert header.mode not in (CODED, STACKED) or has_other_type
-        return
-    code, begin, interleaved = FLOATS[header.dtype], 0, []
-    for part, body in bodies:
-        known = before.data.view(unsigned(code))[begin : begin + part.base_values] if part.base_values else None
-        sizes = part.values, row_length(part.shape), part.base_values
-        interleaved.append((part, np.frombuffer(recoded(body.tobytes(), 2, known, code, *sizes), np.uint8)))
-        begin += part.values
-    decoded = decode_onto(header, interleaved, base.clone() if header.base_values else None, CPU)
-    assert decoded is not None
-    np.testing.assert_array_equal(RawTensor.from_torch(decoded).data, RawTensor.from_torch(tensor).data)
+@pytest.mark.parametrize(
+    "is_large", [False, pytest.param(True, marks=pytest.mark.slow, id="large")], ids=lambda is_large: "small"
+)
+def test_golden_tensors_are_decoded_at_once_or_left_to_the_cpu(is_large: bool) -> None:
+    bases, tuned = tensors(1)
+    requests, expected = [], []
+    for name, tensor in tuned.items():
+        if (name in LARGE) != is_large:
+            continue
+        before = RawTensor.from_torch(bases[name]) if name in bases else None
+        payload = np.frombuffer(encode_raw(RawTensor.from_torch(tensor), before), np.uint8)
+        header = read_header(payload)
+        if not (bodies := bodies_of(payload, header)):
+            has_other_type = header.narrow or header.dtype == "F64" or header.base_dtype not in ("", header.dtype)
+            assert header.mode not in (CODED, STACKED) or has_other_type
+            continue
+        code, begin, interleaved = FLOATS[header.dtype], 0, []
+        for part, body in bodies:
+            known = before.data.view(unsigned(code))[begin : begin + part.base_values] if part.base_values else None
+            sizes = part.values, row_length(part.shape), part.base_values
+            interleaved.append((part, np.frombuffer(recoded(body.tobytes(), 2, known, code, *sizes), np.uint8)))
+            begin += part.values
+        requests.append(Request(header, interleaved, bases[name].clone() if header.base_values else None))
+        expected.append(RawTensor.from_torch(tensor).data)
+    for decoded, data in zip(decode_onto(requests, CPU), expected, strict=True):
+        assert decoded is not None
+        np.testing.assert_array_equal(RawTensor.from_torch(decoded).data, data)
 
 
 def test_a_wrong_base_is_not_decoded() -> None:
@@ -201,6 +211,34 @@ def test_damaged_bodies_never_give_another_tensor() -> None:
         with suppress(ValueError):  # its sizes do not fit
             decoded = on_device(bytes(damaged), base, BF16, 64, xxhash.xxh3_64_intdigest(tensor), 320)
             assert decoded is None or np.array_equal(decoded, tensor)
+
+
+def test_tensors_of_a_checkpoint_are_decoded_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng, shapes = np.random.default_rng(8), {"a": (2, 64), "b": (1, 64), "short": (1, 64)}
+    types = {"a": torch.bfloat16, "b": torch.float32, "short": torch.float16}
+    base = {name: torch.from_numpy(rng.normal(0, 0.02, shape)).to(types[name]) for name, shape in shapes.items()}
+    tuned = {
+        name: tensor * torch.from_numpy(rng.normal(1, 1e-2, shapes[name])).to(tensor.dtype) for name, tensor in base.items()
+    }
+    tuned |= {"alone": torch.from_numpy(rng.normal(0, 0.02, (1, 64))).float(), "ids": torch.arange(300)}
+    for folder, tensors_of_folder in (("base", base), ("tuned", tuned)):
+        (tmp_path / folder).mkdir()
+        save_file(tensors_of_folder, tmp_path / folder / "model.safetensors")
+        (tmp_path / folder / "config.json").write_text("{}")
+    compress_checkpoint(tmp_path / "tuned", tmp_path / "base", tmp_path / "packed")
+    source, launches = Stored(tmp_path / "packed").tensors(), []
+
+    def decode_some(parts: list[Body], device: torch.device) -> list[int]:
+        """Decodes all in the first launch. In the second one, the first tensor is wrong."""
+        launches.append(len(parts))
+        return decode_bodies(parts, device) if len(launches) == 1 else [0]
+
+    monkeypatch.setattr(device_decode, "_works", lambda device: True)
+    monkeypatch.setattr(device_decode, "decode_bodies", decode_some)
+    for names in [*tuned], ["b"]:
+        for name, tensor in zip(names, source.read_on(names, CPU), strict=True):
+            assert torch.equal(tensor, tuned[name]), name
+    assert launches == [3, 1]
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from hf_ext.storage.prefetch import CORES, Prefetcher, at_most_cores, cores
+from hf_ext.storage.prefetch import CORES, BatchPrefetcher, Prefetcher, at_most_cores, cores
 
 
 def test_a_limit_of_cores_holds_in_the_threads_too():
@@ -22,6 +22,18 @@ def test_a_limit_of_cores_holds_in_the_threads_too():
         pass
     with at_most_cores(10_000):
         assert cores() == CORES
+
+
+def test_batches_hold_what_fits():
+    calls = []
+    sizes = dict(a=3, b=4, c=0, d=1, e=9, f=2)
+    with at_most_cores(1):
+        work = BatchPrefetcher(lambda names: calls.append(names) or [name.upper() for name in names], sizes, 8)
+        assert [*work] == [(name, name.upper()) for name in sizes]
+    assert calls == [["a", "b", "c", "d"], ["e"], ["f"]]
+    alone = BatchPrefetcher(lambda names: [len(names)], dict.fromkeys("ab", 1), 0)
+    assert alone.result("b") == alone.result("a") == alone.result("a") == 1
+    alone.close()
 
 
 @pytest.mark.slow  # starts three interpreters

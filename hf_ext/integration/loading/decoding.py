@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from concurrent.futures import Future
-from functools import partial
 from re import escape
 from typing import Any
 
@@ -21,9 +20,8 @@ from transformers.quantizers.base import HfQuantizer
 from hf_ext.errors import HfExtError
 from hf_ext.integration import compat
 from hf_ext.integration.loading.renaming import destinations
-from hf_ext.storage.delta.device_decode import decoding_device
+from hf_ext.storage.delta.device_decode import decoding_device, reading
 from hf_ext.storage.delta.source import payload_name
-from hf_ext.storage.prefetch import Prefetcher
 
 
 class Decoding:
@@ -59,8 +57,7 @@ class Decoding:
                 converter.quantization_operation = self.quantize
         # Decoding runs ahead of loading, in the same order.
         self.device = decoding_device(quantizer.devices if self.works_on_cpu else ())
-        read = partial(source.read_on, device=self.device)
-        self.tensors = Prefetcher(read, {name: source.entry(name).nbytes for name in places})
+        self.tensors = reading(source, places, self.device)
 
     def decode(self, name: str, payload: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Returns a tensor in this type, on the device of its payload, or on that on which it is decoded. Keeps an error until

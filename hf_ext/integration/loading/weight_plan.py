@@ -52,10 +52,6 @@ class Loaded:
         converted = converter.convert(self.target, model=model, config=model.config)
         return {target: value[0] if isinstance(value, list) else value for target, value in converted.items()}
 
-    def tensors(self, model: PreTrainedModel, source: TensorSource, device: torch.device) -> dict[str, torch.Tensor]:
-        """Returns the parameters, made of a source's tensors on a device."""
-        return self.convert(model, lambda name: source.read_on(name, device))
-
     def shapes(self, model: PreTrainedModel, source: TensorSource) -> dict[str, tuple[int, ...]]:
         """Returns the names and shapes of the parameters."""
         if self.converter is None:

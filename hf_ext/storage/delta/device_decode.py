@@ -11,10 +11,10 @@ import logging
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from itertools import product
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from hf_ext.errors import HfExtError
 from hf_ext.storage.delta.codec import encode_raw
 from hf_ext.storage.delta.payload import CODED, STACKED, Header, read_header, read_matrices, row_length
 from hf_ext.storage.native import FLOATS, MANTISSA, WIDTHS, _native
+from hf_ext.storage.prefetch import AHEAD, BatchPrefetcher, Result
 from hf_ext.storage.safetensors_file import RawTensor, safetensors_dtype, torch_dtype
 
 if TYPE_CHECKING:
@@ -38,13 +39,25 @@ TABLES, SYMBOLS, SLOTS = 33, 64, 2048
 ALONE, LANES = 0, 4  # of the numbers that `_native.layout` returns of a block
 BAND = 16  # rows that a program moves
 CPU = torch.device("cpu")
+BATCH = AHEAD // 2  # bytes of tensors that are decoded at once: some hundred blocks, so that they fill a GPU
+
+Payload: TypeAlias = tuple[np.ndarray, Header]
 
 _faulty: set[torch.device] = set()  # the CPU decodes for these
+
+
+class Request(NamedTuple):
+    """A tensor to decode: what `bodies_of` returns, and the base's tensor on the device, if that predicts it."""
+
+    header: Header
+    bodies: Sequence[tuple[Header, np.ndarray]]
+    base: torch.Tensor | None
 
 
 class Body(NamedTuple):
     """The body of a tensor or of a matrix, and its place on the device, which holds the base's values in front."""
 
+    request: int  # to which it belongs
     header: Header
     data: np.ndarray
     out: torch.Tensor  # flat
@@ -60,51 +73,78 @@ def decoding_device(devices: Iterable[Any]) -> torch.device:
     return device if device.type == "cuda" else CPU
 
 
-def decode(payload: np.ndarray, header: Header, base: TensorSource, device: torch.device) -> torch.Tensor | None:
-    """Returns a tensor on a device; None if the CPU is to decode it. The payload is known to be intact."""
-    if device.type != "cuda" or device in _faulty or not _works(device):
-        return None
+def reading(source: TensorSource, names: Iterable[str], device: torch.device) -> BatchPrefetcher[torch.Tensor]:
+    """Returns a source's tensors on a device, read ahead in this order."""
+    return ahead(lambda batch: source.read_on(batch, device), {name: source.entry(name).nbytes for name in names}, device)
+
+
+def ahead(work: Callable[[list[str]], list[Result]], sizes: dict[str, int], device: torch.device) -> BatchPrefetcher[Result]:
+    """Returns the results of work on a device, in batches that suit it."""
+    return BatchPrefetcher(work, sizes, BATCH if device.type == "cuda" else 0)
+
+
+def read_on(
+    source: TensorSource, names: Iterable[str], coded: Callable[[str], Payload | None], base: TensorSource, device: torch.device
+) -> list[torch.Tensor]:
+    """Returns tensors of a source on a device. Decodes there what it can. `coded` returns the payload and the header of a
+    tensor, after checking that they are intact, and None if the tensor is not coded."""
+    decoded: dict[str, torch.Tensor] = {}
+    if device not in _faulty and _works(device):
+        decoded = _decode({name: payload for name in names if (payload := coded(name))}, base, device)
+    return [decoded.pop(name) if name in decoded else source.read(name).to_device(device) for name in names]
+
+
+def _decode(payloads: dict[str, Payload], base: TensorSource, device: torch.device) -> dict[str, torch.Tensor]:
+    """Returns those tensors that the device can decode."""
+    headers = {name: header for name, (_, header) in payloads.items()}
+    bodies = {name: found for name, payload in payloads.items() if (found := bodies_of(*payload))}
+    predicted = [name for name in bodies if headers[name].base_values and headers[name].base_name in base]
     try:
-        bodies = bodies_of(payload, header)
-        if bodies is None or header.base_values and header.base_name not in base:
-            return None
-        consumer = torch.cuda.current_stream(device)
-        with _own_stream(device):
-            before = base.read_on(header.base_name, device) if header.base_values else None
-            decoded = decode_onto(header, bodies, before, device)
-        if decoded is not None:
-            decoded.record_stream(consumer)
+        with _own_stream(device) as results:
+            before = dict(zip(predicted, base.read_on([headers[name].base_name for name in predicted], device)))
+            requests = [Request(headers[name], found, before.get(name)) for name, found in bodies.items()]
+            decoded = {name: tensor for name, tensor in zip(bodies, decode_onto(requests, device)) if tensor is not None}
+            results += decoded.values()
         return decoded
-    except HfExtError:
-        return None
+    except (HfExtError, ValueError):  # the CPU's error names the file
+        return {}
     except Exception as error:  # of the kernels' compiler, the driver or the device's memory
         _give_up(device, error)
-        return None
+        return {}
     finally:
-        if header.base_name in base:
-            base.release(header.base_name)
+        for name in predicted:
+            base.release(headers[name].base_name)
 
 
-def decode_onto(
-    header: Header, bodies: Sequence[tuple[Header, np.ndarray]], base: torch.Tensor | None, device: torch.device
-) -> torch.Tensor | None:
-    """Returns the tensor, in the base's memory if both have one shape; None if its checksum differs. Raises BaseModelError if
-    the base is of another type or shape."""
+def decode_onto(requests: Sequence[Request], device: torch.device) -> list[torch.Tensor | None]:
+    """Returns tensors, in the base's memory if both have one shape; None for those whose checksum differs. Raises
+    BaseModelError if a base is of another type or shape, ValueError if sizes in a body do not fit."""
+    outs: list[torch.Tensor | None] = []
+    parts: list[Body] = []
+    for request in requests:
+        outs.append(out := _memory(request, device))
+        memory = out.view(-1).split(out.numel() // len(request.bodies))
+        parts += [Body(len(outs) - 1, *body, part) for body, part in zip(request.bodies, memory)]
+    for wrong in decode_bodies(parts, device):
+        outs[wrong] = None
+    return outs
+
+
+def _memory(request: Request, device: torch.device) -> torch.Tensor:
+    """Returns the memory of a tensor, which holds the base's values in front."""
+    header, base = request.header, request.base
     if base is not None:
         header.require_base(safetensors_dtype(base.dtype) or "", base.shape)
-    if base is not None and tuple(base.shape) == header.shape:
-        out = base
-    else:
-        out = torch.empty(header.shape, dtype=torch_dtype(header.dtype), device=device)
-        if base is not None:
-            out.view(-1)[: header.base_values] = base.view(-1)[: header.base_values]
-    size = out.numel() // len(bodies)
-    parts = [Body(matrix, data, part) for (matrix, data), part in zip(bodies, out.view(-1).split(size))]
-    return out if decode_bodies(parts, device) else None
+        if tuple(base.shape) == header.shape:
+            return base
+    out = torch.empty(header.shape, dtype=torch_dtype(header.dtype), device=device)
+    if base is not None:
+        out.view(-1)[: header.base_values] = base.view(-1)[: header.base_values]
+    return out
 
 
-def bodies_of(payload: np.ndarray, header: Header) -> list[tuple[Header, np.ndarray]] | None:
-    """Returns the header and the body of a tensor, or of each matrix of a STACKED one; None if the kernels do not take one."""
+def bodies_of(payload: np.ndarray, header: Header) -> list[tuple[Header, np.ndarray]]:
+    """Returns the header and the body of a tensor, or of each matrix of a STACKED one; [] if the kernels do not take one."""
     bodies = read_matrices(payload, header) if header.mode == STACKED else [(header, payload[header.body :])]
 
     def is_taken(part: Header) -> bool:
@@ -113,19 +153,23 @@ def bodies_of(payload: np.ndarray, header: Header) -> list[tuple[Header, np.ndar
         has_checksum = part.size >= LEAST and (len(bodies) == 1 or part.size % 8 == 0)
         return is_plain and has_same_type and has_checksum and row_length(part.shape) < LONGEST_ROW
 
-    return bodies if all(is_taken(part) for part, _ in bodies) else None
+    return bodies if all(is_taken(part) for part, _ in bodies) else []
 
 
 @contextlib.contextmanager
-def _own_stream(device: torch.device) -> Iterator[None]:
-    """Runs a block on a stream of the thread's own, and waits for what it started."""
+def _own_stream(device: torch.device) -> Iterator[list[torch.Tensor]]:
+    """Runs a block on a stream of the thread's own, and waits for what it started. The block fills the list with the tensors
+    that the caller's stream uses later."""
+    results: list[torch.Tensor] = []
     if device.type != "cuda":
-        yield
+        yield results
         return
-    stream = _stream(device, threading.get_ident())
+    consumer, stream = torch.cuda.current_stream(device), _stream(device, threading.get_ident())
     with torch.cuda.device(device), torch.cuda.stream(stream):
-        yield
+        yield results
         stream.synchronize()
+    for tensor in results:
+        tensor.record_stream(consumer)
 
 
 @cache
@@ -206,8 +250,10 @@ class Layout:
         return np.stack([np.full_like(first, self.index), first, np.full_like(first, self.base_rows)], 1)
 
 
-def decode_bodies(parts: Sequence[Body], device: torch.device) -> bool:
-    """Decodes bodies, all in the same few launches. Returns false unless every one gives the tensor that was encoded."""
+def decode_bodies(parts: Sequence[Body], device: torch.device) -> list[int]:
+    """Decodes bodies, all in the same few launches. Returns the requests that do not give the tensor that was encoded."""
+    if not parts:
+        return []
     from hf_ext.storage.delta import device_kernels as kernels
     from hf_ext.storage.delta.device_checksum import checksums
 
@@ -237,8 +283,8 @@ def decode_bodies(parts: Sequence[Body], device: torch.device) -> bool:
         if count:
             arguments = memory, memory[offset:].view(torch.int64), memory[tensors:].view(torch.int64), errors, scratch
             kernel[(count,)](*arguments, *constants, num_warps=kernels.WARPS[kernel], enable_fp_fusion=False)
-    is_right = checksums([part.out for part in parts]) == [part.header.checksum for part in parts]
-    return is_right and not errors.any().item()
+    found = zip(parts, checksums([part.out for part in parts]), errors.tolist())
+    return [part.request for part, checksum, error in found if error or checksum != part.header.checksum]
 
 
 def _slots(frequencies: np.ndarray) -> np.ndarray:
@@ -252,7 +298,9 @@ def _slots(frequencies: np.ndarray) -> np.ndarray:
 
 @cache
 def _works(device: torch.device) -> bool:
-    """Checks on small tensors whether a device decodes as the CPU does; warns if not."""
+    """Checks on small tensors whether a device decodes as the CPU does; warns if a GPU does not."""
+    if device.type != "cuda":
+        return False
     rng = np.random.default_rng(0)
     change = rng.normal(0, 1e-3, (128, 2)) @ rng.normal(0, 1, (2, 160)) + rng.normal(0, 1e-4, (128, 160))
     try:
@@ -263,7 +311,8 @@ def _works(device: torch.device) -> bool:
             payload = np.frombuffer(encode_raw(RawTensor.from_torch(after), RawTensor.from_torch(base)), np.uint8)
             header = read_header(payload)
             with _own_stream(device):
-                decoded = decode_onto(header, [(header, payload[header.body :])], base.to(device, copy=True), device)
+                request = Request(header, bodies_of(payload, header), base.to(device, copy=True))
+                (decoded,) = decode_onto([request], device)
             if decoded is None or not torch.equal(decoded.cpu(), after):
                 raise ValueError(f"a tensor of type {dtype} differs")
     except Exception as error:

@@ -11,7 +11,7 @@ from hf_ext.errors import BaseModelError, CorruptFileError
 from hf_ext.storage.checkpoint import Checkpoint
 from hf_ext.storage.delta.codec import decode_raw, decode_rows
 from hf_ext.storage.delta.file import CompressedFile
-from hf_ext.storage.delta.payload import STACKED, peek_header
+from hf_ext.storage.delta.payload import STACKED, Header, peek_header
 from hf_ext.storage.prefetch import Prefetcher, progress, threads_for
 from hf_ext.storage.safetensors_file import Entry, RawTensor, TensorFile
 from hf_ext.storage.source import TensorSource, rows_of
@@ -50,12 +50,15 @@ class DeltaCheckpoint(TensorSource):
     def read(self, name: str, out: np.ndarray | None = None) -> RawTensor:
         return decode_tensor(self._file_of[name], self.base, name, out)
 
-    def read_on(self, name: str, device: torch.device) -> torch.Tensor:
-        from hf_ext.storage.delta.device_decode import decode
+    def read_on(self, names: Sequence[str], device: torch.device) -> list[torch.Tensor]:
+        from hf_ext.storage.delta.device_decode import read_on
 
+        return read_on(self, names, self._coded, self.base, device)
+
+    def _coded(self, name: str) -> tuple[np.ndarray, Header]:
+        """Returns a tensor's payload and its header."""
         file = self._file_of[name]
-        decoded = decode(file.payload(name), file.headers[name], self.base, device)
-        return super().read_on(name, device) if decoded is None else decoded
+        return file.payload(name), file.headers[name]
 
     def read_rows(self, name: str, begin: int, end: int) -> RawTensor:
         """Returns rows of a tensor. Decodes only these, if the matrices of its last two dimensions are encoded separately."""
