@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,7 +20,8 @@ from hf_ext.errors import CheckpointError, UnsavedChangesError
 from hf_ext.integration import compat
 from hf_ext.integration.config_change import LABELS, ConfigChange, change_between
 from hf_ext.integration.in_place import LiveWeights, is_same, lock_of
-from hf_ext.storage.prefetch import Prefetcher
+from hf_ext.storage.delta.device_decode import batch_size
+from hf_ext.storage.prefetch import Prefetcher, batches_of
 from hf_ext.storage.source import TensorSource
 
 if TYPE_CHECKING:
@@ -115,18 +116,23 @@ class SetTask:
         self.merged.require_whole()
         self.merged.parts.keep(active, name)
         places: dict[str, tuple[Loaded, np.ndarray]] = {}  # tensors that are overwritten in their weights' memory
+        others: dict[str, Loaded] = {}
         tensors: dict[str, torch.Tensor] = {}
         for loaded in self.plan:
             memory = self._memory(weights, loaded, name)
             if memory is not None:
                 places[loaded.all_names()[0]] = loaded, memory
                 continue
-            if not discard and (changed := self._changed(weights, loaded, old)):
-                raise UnsavedChangesError(active, changed)
+            others[loaded.target] = loaded
             if not loaded.is_in(new):
                 logger.warning_once(f"Task '{name}' has no tensors for '{loaded.target}', which keeps the values it has.")
-            elif discard or name != active:
-                tensors |= weights.tensors_of([loaded], new)
+        sizes = {target: weights.tensors[target].nbytes if target in weights.tensors else 0 for target in others}
+        for targets in batches_of(sizes, batch_size(weights.device)):
+            plan = [others[target] for target in targets]
+            if not discard and (changed := self._changed(weights, plan, old)):
+                raise UnsavedChangesError(active, changed)
+            if discard or name != active:
+                tensors |= weights.tensors_of([loaded for loaded in plan if loaded.is_in(new)], new)
         for copy, origin in weights.copies().items():
             if not discard and not is_same(weights.tensors[copy], weights.tensors[origin]):
                 raise UnsavedChangesError(active, copy)
@@ -188,10 +194,12 @@ class SetTask:
         for _ in Prefetcher(lambda tensor: weights.write([places[tensor][0]], source), sizes):
             pass
 
-    def _changed(self, weights: LiveWeights, loaded: Loaded, task: TensorSource) -> str | None:
-        if loaded.is_in(task):
-            return weights.changed([loaded], task, self._types)
-        return loaded.target if loaded.target in weights.tensors and self._is_changed(weights, loaded.target) else None
+    def _changed(self, weights: LiveWeights, plan: Sequence[Loaded], task: TensorSource) -> str | None:
+        """Returns a weight that differs from the task's; None if there is none."""
+        others = [loaded.target for loaded in plan if loaded.target in weights.tensors and not loaded.is_in(task)]
+        if changed := next((target for target in others if self._is_changed(weights, target)), None):
+            return changed
+        return weights.changed([loaded for loaded in plan if loaded.is_in(task)], task, self._types)
 
     def _is_changed(self, weights: LiveWeights, name: str) -> bool:
         """Checks whether a weight that the active task has no tensor for is not the one that it was, in any type."""

@@ -6,7 +6,7 @@ import contextlib
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from threading import Event
@@ -78,6 +78,19 @@ class Prefetcher(Generic[Result]):
             self._running[name] = self._pool.submit(self._work, name)
 
 
+def batches_of(sizes: Mapping[str, int], most: int) -> list[list[str]]:
+    """Divides names into batches, in order, of at most so many bytes. One name may have more."""
+    batches: list[list[str]] = []
+    room = 0
+    for name, size in sizes.items():
+        if not batches or size > room:
+            batches.append([])
+            room = most
+        batches[-1].append(name)
+        room -= size
+    return batches
+
+
 class BatchPrefetcher(Generic[Result]):
     """A Prefetcher whose work takes several names at once.
 
@@ -88,13 +101,9 @@ class BatchPrefetcher(Generic[Result]):
     """
 
     def __init__(self, work: Callable[[list[str]], list[Result]], sizes: dict[str, int], most: int):
-        batches, bytes_of, first = dict[str, list[str]](), dict[str, int](), ""
-        for name, size in sizes.items():
-            if not batches or bytes_of[first] + size > most:
-                first = name
-            batches.setdefault(first, []).append(name)
-            bytes_of[first] = bytes_of.get(first, 0) + size
+        batches = {names[0]: names for names in batches_of(sizes, most)}
         self._first_of = {name: first for first, names in batches.items() for name in names}
+        bytes_of = {first: sum(sizes[name] for name in names) for first, names in batches.items()}
         self._batches = Prefetcher(lambda first: dict(zip(batches[first], work(batches[first]))), bytes_of)
         self._ready: dict[str, Result] = {}
         self.close = self._batches.close

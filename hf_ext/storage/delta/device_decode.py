@@ -39,7 +39,6 @@ TABLES, SYMBOLS, SLOTS = 33, 64, 2048
 ALONE, LANES = 0, 4  # of the numbers that `_native.layout` returns of a block
 BAND = 16  # rows that a program moves
 CPU = torch.device("cpu")
-BATCH = AHEAD // 2  # bytes of tensors that are decoded at once: some hundred blocks, so that they fill a GPU
 
 Payload: TypeAlias = tuple[np.ndarray, Header]
 
@@ -80,7 +79,12 @@ def reading(source: TensorSource, names: Iterable[str], device: torch.device) ->
 
 def ahead(work: Callable[[list[str]], list[Result]], sizes: dict[str, int], device: torch.device) -> BatchPrefetcher[Result]:
     """Returns the results of work on a device, in batches that suit it."""
-    return BatchPrefetcher(work, sizes, BATCH if device.type == "cuda" else 0)
+    return BatchPrefetcher(work, sizes, batch_size(device))
+
+
+def batch_size(device: torch.device) -> int:
+    """Returns the bytes of tensors to decode at once on a device: on a GPU some hundred blocks, which fill it."""
+    return AHEAD // 2 if device.type == "cuda" else 0
 
 
 def read_on(
