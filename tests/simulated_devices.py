@@ -170,6 +170,8 @@ def simulation() -> Iterator[None]:
     global _active
     if not _libraries:
         _register()
+    with torch.device("cpu"):
+        torch.empty(0)  # the first such block collects the functions that all later ones redirect: not a replaced one
     empty, generator = torch.empty, torch.Generator
     with (
         mock.patch.object(torch, "empty", lambda *args, pin_memory=False, **options: empty(*args, **options)),
