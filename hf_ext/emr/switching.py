@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
+PIECE = 1 << 21  # bytes of small tensors that one thread takes at once
 ADVICE = "Write the task as a plain checkpoint: hf-ext extract."
 
 
@@ -164,12 +165,11 @@ class SetTask:
             if not discard and old.is_coded(tensor) and xxhash.xxh3_64_intdigest(memory) != old.header(tensor).checksum:
                 raise UnsavedChangesError(active, loaded.target)
             if tensor not in targets:
-                self.merged.parts.require_same_base(tensor)
+                self.merged.parts.checked_base(tensor)
             if new.is_coded(tensor):
                 new.read(CODE + tensor)
 
-        for _ in Prefetcher(check, sizes):
-            pass
+        _for_all(check, sizes)
         if (place := election.retarget([*targets.values()], threads)) is not None:
             raise UnsavedChangesError(active, places[[*targets][place]][0].target)
         torch.autograd.graph.increment_version([weights.tensors[places[tensor][0].target] for tensor in targets])
@@ -185,8 +185,7 @@ class SetTask:
             self._is_mixed = False
 
     def _write(self, weights: LiveWeights, places: Mapping[str, tuple], sizes: dict[str, int], source: TensorSource) -> None:
-        for _ in Prefetcher(lambda tensor: weights.write(places[tensor][0], source), sizes):
-            pass
+        _for_all(lambda tensor: weights.write(places[tensor][0], source), sizes)
 
     def _changed(self, weights: LiveWeights, loaded: Loaded, task: TensorSource) -> str | None:
         if loaded.is_in(task):
@@ -209,3 +208,15 @@ class SetTask:
         """Keeps what tells later whether the weights have changed, beside the task's tensors."""
         self._types = {name: weight.dtype for name, weight in weights.tensors.items()}  # that the tensors were rounded to
         self._kept = {name: weights.tensors[name].detach().clone() for name in self._others(weights)}
+
+
+def _for_all(work: Callable[[str], None], sizes: Mapping[str, int]) -> None:
+    """Calls `work` for tensors of these sizes in bytes, in threads. A thread takes several small tensors at once: it would wait
+    for the other threads longer than it works on one."""
+    pieces: dict[str, dict[str, int]] = {}
+    begin = 0
+    for tensor, size in sizes.items():
+        pieces.setdefault(str(begin // PIECE), {})[tensor] = size
+        begin += size
+    for _ in Prefetcher(lambda piece: [*map(work, pieces[piece])], {key: sum(piece.values()) for key, piece in pieces.items()}):
+        pass
