@@ -22,7 +22,7 @@ from tiny_models import assert_same_weights, bert
 from transformers import AutoModelForSequenceClassification, BertModel
 
 from hf_ext import BaseModelError, CheckpointError, CorruptFileError, UnsavedChangesError, emr
-from hf_ext.emr import steps
+from hf_ext.emr import coding, steps
 from hf_ext.emr.modulators import TaskFile, TaskWriter
 
 Auto = AutoModelForSequenceClassification
@@ -55,7 +55,7 @@ def test_methods_stand_side_by_side(tmp_path, base, tasks):
     report.plot(tmp_path / "report.png")
 
 
-def test_what_cannot_be_coded_is_one_error_and_nothing_is_written(tmp_path, base, tasks, mixed):
+def test_what_cannot_be_coded_is_one_error_and_nothing_is_written(tmp_path, monkeypatch, base, tasks, mixed):
     broken = classifier(2, 2)
     broken.bert.pooler.dense.bias.data[3] = torch.nan
     torch.manual_seed(99)
@@ -86,13 +86,18 @@ def test_what_cannot_be_coded_is_one_error_and_nothing_is_written(tmp_path, base
     ):
         with pytest.raises((CheckpointError, BaseModelError), match=message):
             emr.add_task(mixed, "more", task, tmp_path / "out", bits=4)
+    with monkeypatch.context() as patch:
+        patch.setattr(coding, "coarsened", None)  # both are refused before anything is coded
+        for task, options, message in ((stranger, {}, "no fine-tune of this"), (tasks["cr"], {"bits": 0.01}, "too few bits")):
+            with pytest.raises((CheckpointError, BaseModelError), match=message):
+                emr.merge(base, {"more": task}, tmp_path / "out", **options)
     damaged = shutil.copytree(base, tmp_path / "damaged")
     tensors = tensors_of(damaged)
     tensors["pooler.dense.bias"][3] = torch.inf
     save_file(tensors, damaged / "model.safetensors", {"format": "pt"})
-    for method in ("emr", "switch"):
+    for options in ({"method": "emr"}, {"bits": 4}):
         with pytest.raises(CheckpointError, match="of the base '.*damaged' has values that are infinite"):
-            emr.merge(damaged, {"cr": tasks["cr"]}, tmp_path / "out", method=method)
+            emr.merge(damaged, {"cr": tasks["cr"]}, tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
 
 
