@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -127,7 +127,6 @@ def add_task(
     """
     _require_tasks(tasks)
     merged = open_merge(src, base)
-    _require_free(merged, tasks)
     method = method or (CODED if merged.files[merged.tasks[-1]].coded else ELECTED)
     options = MergeOptions(rescale, max_shard_size, overwrite, accept_conflicts, method, bits, size)
     return _write(lambda: merged.base, tasks, Path(out), options, merged, {name: name for name in merged.tasks})
@@ -166,7 +165,6 @@ def rename_task(
     to: str,
     out: str | os.PathLike,
     base: str | os.PathLike | None = None,
-    max_shard_size: int | str = "50GB",
     overwrite: bool = False,
 ) -> MergeReport:
     """Writes a merge in which a task has another name. All tasks keep all their bits and their order.
@@ -174,19 +172,16 @@ def rename_task(
     Args:
         src: folder or Hub id of the merge.
         name, to: the old and the new name of the task.
-        out, base, max_shard_size, overwrite: as in `remove_task`.
+        out, base, overwrite: as in `remove_task`.
 
     Raises:
         CheckpointError: the merge has no such task, the new name is taken or invalid, or `out` holds something else.
     """
     merged = open_merge(src, base)
     merged.require_task(name)
-    require_name(to)
-    _require_free(merged, [to])
     names = {task: to if task == name else task for task in merged.tasks}
     merged.files[to] = merged.files[name]  # under both names: it is read by one and written by the other
-    options = MergeOptions(max_shard_size=max_shard_size, overwrite=overwrite)
-    return _write(lambda: merged.base, {}, Path(out), options, merged, names)
+    return _write(lambda: merged.base, {}, Path(out), MergeOptions(overwrite=overwrite), merged, names)
 
 
 def extract(
@@ -278,13 +273,6 @@ def _require_tasks(tasks: object) -> None:
         raise CheckpointError("There are no tasks; give at least one.")
 
 
-def _require_free(merged: MergeFolder, names: Iterable[str]) -> None:
-    """Raises CheckpointError if a merge has a task of one of these names."""
-    for name in names:
-        if name in merged.tasks:
-            raise CheckpointError(f"{merged.folder} has a task '{name}' already; give the new task another name.")
-
-
 def _write(
     open_base: Callable[[], TensorSource],
     tasks: Mapping[str, Task],
@@ -294,8 +282,11 @@ def _write(
     kept: Mapping[str, str] = {},
 ) -> MergeReport:
     """Writes the folder of a merge of these tasks, after those of `merged` that are `kept`: by name there, their new names."""
-    for name in tasks:
+    names = [*kept.values(), *tasks]
+    for name in names:
         require_name(name)
+        if names.count(name) > 1:
+            raise CheckpointError(f"The merge has a task '{name}' already; give the new task another name.")
     folders = [task for task in tasks.values() if isinstance(task, str | os.PathLike)]
     require_another_folder(out, folders)
     staged = staged_folder(out, older_files(out), options.overwrite or (lambda: bool(older_files(out))))

@@ -619,16 +619,6 @@ def test_an_added_task_leaves_the_others_as_they_were(tmp_path, base, tasks):
     assert torch.equal(added["classifier.weight"], tensors_of(tmp_path / "close")["classifier.weight"])
 
 
-def test_a_task_that_moved_other_weights_is_added_exactly(tmp_path):
-    base = weights()
-    write_folder(tmp_path / "base", base)
-    for task, name in {"a": "model.norm.weight", "b": "lm_head.weight"}.items():
-        write_folder(tmp_path / task, base | {name: base[name] + 0.01})
-    emr.merge(tmp_path / "base", {"a": tmp_path / "a"}, tmp_path / "merged", method="emr")
-    emr.add_task(tmp_path / "merged", {"b": tmp_path / "b"}, tmp_path / "more")
-    same_tensors(extracted(tmp_path / "more", "b", tmp_path / "again"), tensors_of(tmp_path / "b"))
-
-
 def test_a_name_that_is_taken_and_a_folder_that_is_no_merge(tmp_path, base, tasks):
     emr.merge(base, {"cr": tasks["cr"]}, tmp_path / "merged", method="emr")
     with pytest.raises(CheckpointError, match="has a task 'cr' already"):
