@@ -32,7 +32,7 @@ from hf_ext.cli.main import app
 ROOT = Path(__file__).parent.parent
 MODULES = ("emr", "errors", "fm_delta", "pissa", "storage", "trans_lora", "uni_med", "weight_sync")
 FIRST = {
-    "emr": "merge add_task remove_task extract task report verify",
+    "emr": "merge add_task remove_task rename_task extract task report verify",
     "fm_delta": "enable disable compress_checkpoint decompress_checkpoint inspect verify switch open CompressCheckpoints "
     "extract_lora find_base compress_all",
     "pissa": "PissaConfig QPissaConfig",

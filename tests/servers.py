@@ -54,7 +54,7 @@ def write_models(folder: Path) -> LlamaForCausalLM:
         fm_delta.compress_checkpoint(folder / model, folder / "base", folder / f"small-{model}")
     fm_delta.compress_checkpoint(folder / "other", folder / "other-base", folder / "small-other")
     emr.merge(folder / "base", {task: folder / task for task in TASKS}, folder / "elected", method="emr")
-    emr.add_task(folder / "elected", "coded", folder / "two", folder / "merged", method="switch", bits=6)
+    emr.add_task(folder / "elected", {"coded": folder / "two"}, folder / "merged", method="switch", bits=6)
     for task in MERGED:
         emr.extract(folder / "merged", task, folder / f"merged-{task}")
     shutil.copytree(folder / "base", folder / "overwritten")

@@ -269,7 +269,7 @@ def test_tasks_are_merged_checked_shown_and_taken_out_again(tmp_path, tasks, cap
     assert contents(one) == contents(tmp_path / "expected")
 
 
-def test_a_task_is_added_by_a_command(tmp_path, tasks, capsys):
+def test_tasks_are_added_and_renamed_by_commands(tmp_path, tasks, capsys):
     base, folders = tasks
     one = ("--task", f"cr={folders['cr']}", "--out", tmp_path / "one")
     result = shown(capsys, "merge", "--base", base, *one, "--method", "emr")
@@ -277,9 +277,12 @@ def test_a_task_is_added_by_a_command(tmp_path, tasks, capsys):
     command = ("add-task", tmp_path / "one", "--out", tmp_path / "two", "--task")
     assert "has a task 'cr' already" in mistaken(capsys, *command, f"cr={folders['subj']}")
     assert "--method switch" in fails(capsys, *command, f"subj={folders['subj']}")
-    result = shown(capsys, *command, f"cr-again={folders['cr']}")
+    assert "two tasks called 'a'" in mistaken(capsys, *command, f"a={folders['cr']}", "--task", f"a={folders['cr']}")
+    result = shown(capsys, *command, f"cr-again={folders['cr']}", "--task", f"third={folders['cr']}")
     assert result == emr.report(tmp_path / "two").to_dict()
-    assert [task["task"] for task in result["tasks"]] == ["cr", "cr-again"]
+    assert [task["task"] for task in result["tasks"]] == ["cr", "cr-again", "third"]
+    result = shown(capsys, "rename-task", tmp_path / "two", "--task", "third", "--to", "last", "--out", tmp_path / "three")
+    assert [task["task"] for task in result["tasks"]] == ["cr", "cr-again", "last"]
 
 
 def test_a_coded_task_is_merged_added_and_removed_by_commands(tmp_path, tasks, capsys):

@@ -119,7 +119,7 @@ def readers_of(merge: str) -> dict[str, Reader]:
         "extract": lambda place, out: emr.extract(place / merge, "cr", out),
         "verify": lambda place, out: emr.verify(place / merge),
         "report": lambda place, out: emr.report(place / merge),
-        "add_task": lambda place, out: emr.add_task(place / merge, "more", place / "trec", out, accept_conflicts=True),
+        "add_task": lambda place, out: emr.add_task(place / merge, {"more": place / "trec"}, out, accept_conflicts=True),
         "remove_task": lambda place, out: emr.remove_task(place / merge, "trec", out),
         "serve": partial(serve, f"{merge}#cr"),
     }

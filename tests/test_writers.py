@@ -29,7 +29,17 @@ from hf_ext.cli.main import main
 from hf_ext.storage.layout import OURS
 from hf_ext.trans_lora import transfer
 
-COMMANDS = ("compress", "decompress", "merge", "merge coded", "add-task", "remove-task", "extract", "extract-lora")
+COMMANDS = (
+    "compress",
+    "decompress",
+    "merge",
+    "merge coded",
+    "add-task",
+    "remove-task",
+    "rename-task",
+    "extract",
+    "extract-lora",
+)
 WRITERS = (*COMMANDS, "save", "save over plain")  # the last two are `save_pretrained` of an enabled model
 STRANGERS = {
     "weights": lambda out: write_folder(out, weights(seed=5)),
@@ -77,8 +87,9 @@ def calls(tmp_path_factory) -> dict[str, Writer]:
         "decompress": both(fm_delta.decompress_checkpoint, *((small[name],) for name in names)),
         "merge": both(emr.merge, *((base, {name: tasks[name]}) for name in names), method="emr"),
         "merge coded": both(emr.merge, *((base, {name: tasks[name]}) for name in names), **coded),
-        "add-task": both(emr.add_task, *((merged["cr"], name, tasks["cr"]) for name in ("more", "again"))),
+        "add-task": both(emr.add_task, *((merged["cr"], dict.fromkeys(added, tasks["cr"])) for added in (("a", "b"), ("c",)))),
         "remove-task": both(emr.remove_task, (two, "cr"), (two, "trec")),
+        "rename-task": both(emr.rename_task, (two, "cr", "more"), (two, "cr", "again")),
         "extract": both(emr.extract, *((merged[name], name) for name in names)),
         "extract-lora": both(lambda *source, **more: fm_delta.extract_lora(*source, rank=2, **more), *lora),
         "save": Writer(save(models[0], SIZE), save(models[1], "100KB"), {place / "llama/base"}),
@@ -140,12 +151,12 @@ def chains(tmp_path_factory) -> dict[str, tuple[Callable[[Path], object], Path]]
         "decompress": lambda out: fm_delta.decompress_checkpoint(place / "small", out, overwrite=True),
         "save": lambda out: model.save_pretrained(out),
         "extract": lambda out: emr.extract(place / "on middle", "cr", out, overwrite=True),
-        "add-task": lambda out: emr.add_task(place / "on middle", "more", tasks["cr"], out, overwrite=True),
+        "add-task": lambda out: emr.add_task(place / "on middle", {"more": tasks["cr"]}, out, overwrite=True),
         "save a merge": lambda out: on_middle.save_pretrained(out),
     }
     of_task = {
         "merge": lambda out: emr.merge(base, {"subj": place / "task"}, out, overwrite=True, method="emr"),
-        "add-task of a task": lambda out: emr.add_task(place / "merged", "subj", place / "task", out, overwrite=True),
+        "add-task of a task": lambda out: emr.add_task(place / "merged", {"subj": place / "task"}, out, overwrite=True),
     }
     return {name: (write, place / "root") for name, write in of_root.items()} | {
         name: (write, tasks["trec"]) for name, write in of_task.items()

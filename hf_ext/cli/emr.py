@@ -54,25 +54,21 @@ def merge(
     force: Force = False,
     as_json: Json = False,
 ) -> Result:
-    tasks = [named(text) for text in task]
-    names = [name for name, _ in tasks]
-    for name in names:
-        if names.count(name) > 1:
-            raise mistake(f"there are two tasks called '{name}'; give each its own name", "--task")
+    tasks = all_named(task)
     from hf_ext import emr
 
     options: dict[str, Any] = {"method": method, "bits": bits, "size": size, "accept_conflicts": accept_conflicts}
-    report = emr.merge(base, dict(tasks), out, overwrite=force, **options)
+    report = emr.merge(base, tasks, out, overwrite=force, **options)
     return Result(report.summary(), report.to_dict())
 
 
 @section.command(
-    "add a task to a merge; the other tasks keep all bits",
+    "add tasks to a merge; the other tasks keep all bits",
     "  hf-ext add-task my-bert-merged --task mnli=my-mnli --out my-bert-more",
 )
 def add_task(
     src: Merge,
-    task: Annotated[str, option("--task", "The new task: a checkpoint (plain or compressed) or a PEFT adapter.", "NAME=PATH")],
+    task: Annotated[list[str], option("--task", "A new task, as in `hf-ext merge`. Repeat for each task.", "NAME=PATH")],
     out: Out,
     base: MovedBase = None,
     method: Annotated[
@@ -85,16 +81,16 @@ def add_task(
     force: Force = False,
     as_json: Json = False,
 ) -> Result:
-    name, path = named(task)
+    tasks = all_named(task)
     from hf_ext.emr.layout import task_files
     from hf_ext.storage.hub import local_copy
 
-    if name in task_files(local_copy(src)):  # before PyTorch is imported
-        raise mistake(f"{src} has a task '{name}' already; give the new task another name", "--task")
+    if taken := tasks.keys() & task_files(local_copy(src)).keys():  # before PyTorch is imported
+        raise mistake(f"{src} has a task '{min(taken)}' already; give the new task another name", "--task")
     from hf_ext import emr
 
     options: dict[str, Any] = {"method": method, "bits": bits, "size": size, "accept_conflicts": accept_conflicts}
-    report = emr.add_task(src, name, path, out, base=base, overwrite=force, **options)
+    report = emr.add_task(src, tasks, out, base=base, overwrite=force, **options)
     return Result(report.summary(), report.to_dict())
 
 
@@ -109,6 +105,26 @@ def remove_task(
     from hf_ext import emr
 
     report = emr.remove_task(merge, task, out, base, overwrite=force)
+    return Result(report.summary(), report.to_dict())
+
+
+@section.command(
+    "write a merge in which a task has another name",
+    "  hf-ext rename-task my-bert-merged --task sst2 --to sentiment --out my-bert-renamed",
+)
+def rename_task(
+    src: Merge,
+    task: Name,
+    to: Annotated[str, option("--to", "The new name.", "NAME")],
+    out: Out,
+    base: MovedBase = None,
+    force: Force = False,
+    as_json: Json = False,
+) -> Result:
+    merge = with_task(src, task)
+    from hf_ext import emr
+
+    report = emr.rename_task(merge, task, to, out, base, overwrite=force)
     return Result(report.summary(), report.to_dict())
 
 
@@ -134,6 +150,16 @@ def with_task(src: str, task: str) -> Path:
     if task not in (tasks := task_files(merge)):
         raise mistake(f"there is no task '{task}' in {src}; its tasks are {', '.join(tasks)}", "--task")
     return merge
+
+
+def all_named(texts: list[str]) -> dict[str, str]:
+    """Splits the NAME=PATH of each task."""
+    tasks: dict[str, str] = {}
+    for name, path in map(named, texts):
+        if name in tasks:
+            raise mistake(f"there are two tasks called '{name}'; give each its own name", "--task")
+        tasks[name] = path
+    return tasks
 
 
 def named(text: str) -> tuple[str, str]:

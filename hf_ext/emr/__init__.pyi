@@ -4,6 +4,7 @@ from .merging import add_task as add_task
 from .merging import extract as extract
 from .merging import merge as merge
 from .merging import remove_task as remove_task
+from .merging import rename_task as rename_task
 from .merging import report as report
 from .merging import verify as verify
 from .reports import MergeReport as MergeReport

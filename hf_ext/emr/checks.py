@@ -6,8 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import numpy as np
+from typing import Any
 
 from hf_ext.display import percent
 from hf_ext.errors import BaseModelError, CheckpointError
@@ -85,7 +84,7 @@ def require_known_names(model: TaskModel, base: TensorSource) -> None:
             )
 
 
-def require_fine_tune(model: TaskModel, base: TensorSource, sums: Mapping[str, np.ndarray]) -> None:
+def require_fine_tune(model: TaskModel, base: TensorSource, sums: Mapping[str, Any]) -> None:
     """Raises BaseModelError if most task vectors are as long as the base's weights, as they all are for an unrelated model.
     Counts only matrices, if there are any: norms and biases are similar in all models."""
     matrices = [name for name in sums if len(model.tensors.entry(name).shape) > 1] or list(sums)

@@ -9,11 +9,11 @@ import numpy as np
 
 from hf_ext.emr import election
 from hf_ext.emr.ballot import StoredTensor
-from hf_ext.emr.checks import TaskModel
+from hf_ext.emr.checks import TaskModel, require_closer, require_fine_tune
 from hf_ext.emr.modulators import CODE, TaskRecord
 from hf_ext.emr.new_task import NewTask
 from hf_ext.emr.options import LEAST_BITS, MergeOptions
-from hf_ext.emr.steps import NEAR, TINY, Sample, Step, search, those_finer
+from hf_ext.emr.steps import NEAR, Sample, Step, search, those_finer
 from hf_ext.errors import CheckpointError
 from hf_ext.storage.delta.coarse import coarsened
 from hf_ext.storage.native import WIDTHS, cast
@@ -23,7 +23,10 @@ from hf_ext.storage.source import TensorSource
 
 CHUNK = 1 << 20  # values worked on at a time
 ROUNDS, CODINGS = 10, 6  # steps that are tried at most on a sample, and on the whole model
-CLOSE = 1.25, 1.001  # quotients of two steps of which each tensor may take one; the second if the first is too rough
+BESIDE, POWERS = 1.15, 4  # quotient of steps of which each tensor may take one, and its largest power in a round
+# Until the size is right: rounds in which the sample says what other steps would take, then quotients of two steps that are
+# measured on the whole model, of which each tensor may take one.
+CLOSE = (*[0.0] * 8, 1.25, 1.001)
 EXACT = 2.0**-60  # for a task that changes no tensor
 
 
@@ -36,7 +39,7 @@ def code_tasks(tasks: Sequence[CodedTask], options: MergeOptions, uncoded: int) 
         wanted = max(8 * (options.size - uncoded) / values, LEAST_BITS)
     assert wanted is not None
     for task in tasks:
-        task.code(wanted, is_limit=options.size is not None)
+        task.code(wanted, options)
 
 
 class CodedTask(NewTask):
@@ -51,7 +54,8 @@ class CodedTask(NewTask):
                 f"Tensor '{wide[0]}' of {model} is of type float64, which cannot be coded. Save the model in float32."
             )
         self._sample: Sample | None = None
-        self._bits: dict[float, dict[str, float]] = {}  # by size of a step that was tried, of each tensor
+        self._measured: dict[float, dict[str, float]] = {}  # by size of a step in which all were written: bits of each tensor
+        self._bits: dict[float, dict[str, float]] = {}  # the same, with steps for which the sample says what some tensors take
         self._steps: dict[str, Step] = {}  # of the payloads in the file
         self._numbers: dict[str, int] = {}  # of values that have a change of their own in these
 
@@ -60,43 +64,62 @@ class CodedTask(NewTask):
         """Size of the coded tensors in the file."""
         return sum(self.writer.entries[CODE + name].nbytes for name in self._steps)
 
-    def code(self, wanted: float, is_limit: bool) -> None:
-        """Codes the tensors in the step at which all together take `wanted` bits per parameter, and no more if it `is_limit`.
-        Measures that on a sample first, then on the file. Between two steps that are close, some tensors take the finer one,
-        or even finer ones."""
+    def code(self, wanted: float, options: MergeOptions) -> None:
+        """Codes the tensors in the step at which all together take `wanted` bits per parameter, and no more if a size is asked
+        for. Measures that on a sample first, then on the file, in which some tensors then take finer or coarser steps. Raises
+        BaseModelError or CheckpointError, before it codes, if the sample shows that the task was not fine-tuned from the base,
+        or that nothing would be left of its changes."""
         sample = self._sample = self._sample or Sample(
             self.model, self.base, {name: tensor.twin for name, tensor in self.tensors.items()}
         )
-        values = sum(self.values.values())
+        require_fine_tune(self.model, self.base, sample.sums)
+        values, is_limit = sum(self.values.values()), options.size is not None
 
         def measure(size: float) -> float:
-            self._bits[size] = self._write(dict.fromkeys(self.tensors, sample.step(size)))
-            return sum(self._bits[size].values()) / values
+            bits = self._bits[size] = self._measured[size] = self._write(dict.fromkeys(self.tensors, sample.step(size)))
+            return sum(bits.values()) / values
 
         first = sample.first_step()
         if not first:
             measure(EXACT)  # nothing changed
             return
         aim, most = ((1 - NEAR / 2) * wanted, wanted) if is_limit else (wanted, (1 + NEAR) * wanted)
-        tried = {size: sum(bits.values()) / values for size, bits in self._bits.items()}
-        if not tried:
+        if not self._measured:
             sampled: dict[float, float] = {}
-            first = search(sample.measure, first, aim, most, ROUNDS, sampled)
-            tried[first] = measure(first)
-            off = aim / max(tried[first], TINY)
-            again = search(sample.measure, first, aim * off, most * off, ROUNDS, sampled)
-            if not 1 - NEAR <= off <= 1 + NEAR and again not in tried:
-                tried[again] = measure(again)
+            size = search(sample.measure, first, aim, most, ROUNDS, sampled)
+            if sampled[size] > most and sample.is_lost(size) and not is_limit and not options.accept_conflicts:
+                require_closer({self.model.task: (1.0, 0.0)}, are_coded=True)
+            measure(size)
         for close in CLOSE:
-            chosen = search(measure, first, aim, most, CODINGS, tried, close)
+            written = 8 * self.coded_bytes / values
+            if (1 - NEAR) * aim <= written <= most:
+                return
+            if close:
+                self._bits = dict(self._measured)
+            else:
+                self._guess(sample, written < aim, most * values)
+            tried = {size: sum(bits.values()) / values for size, bits in self._bits.items()}
+            chosen = search(measure, first, aim, most, CODINGS if close else 0, tried, close)
             bits, steps = dict(self._bits[chosen]), dict.fromkeys(self.tensors, sample.step(chosen))
             for size in sorted((size for size in self._bits if size < chosen), reverse=True):
-                for name in those_finer(bits, self._bits[size], aim * values):
+                fine = [name for name, step in self._steps.items() if step.size == size]
+                for name in those_finer(bits, self._bits[size], aim * values, fine):
                     bits[name], steps[name] = self._bits[size][name], sample.step(size)
-            if sum(bits.values()) >= (1 - NEAR) * aim * values:
+            for name, size in self._write(steps).items():
+                self._bits[steps[name].size][name] = size
+
+    def _guess(self, sample: Sample, is_small: bool, most: float) -> None:
+        """Guesses, from the sample, the tensors' bits in a step beside those that were tried: one at which they take more than
+        `most` bits together if what is written `is_small`, and less otherwise."""
+        for _ in range(POWERS):
+            edge = min(self._bits) if is_small else max(self._bits)
+            if (sum(self._bits[edge].values()) > most) == is_small:
                 break
-        if steps != self._steps:
-            self._write(steps)
+            beside = edge / BESIDE if is_small else edge * BESIDE
+            factors = sample.factors(edge, beside)
+            self._bits[beside] = {name: factors[name] * bits for name, bits in self._bits[edge].items()}
+            if edge not in self._measured and edge not in {step.size for step in self._steps.values()}:
+                del self._bits[edge]
 
     def coded_record(self, elected: str, config: str) -> TaskRecord:
         """Returns the record of the task's file, see `record`."""

@@ -83,13 +83,16 @@ def adopt(dtype: str, base: np.ndarray, elected: np.ndarray, task: np.ndarray) -
 def vote(
     dtype: str, base: np.ndarray, tasks: Sequence[np.ndarray], elected: np.ndarray, adopts: bool, threads: int = 1
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Elects weights as `elect` does, or, if it `adopts`, adds the one task to the earlier election in `elected`. The tasks may
-    have fewer values than the base, whose values follow them, and may share the memory of `elected`."""
+    """Elects weights as `elect` does, or, if it `adopts`, adds one task after another to the earlier election in `elected`. The
+    tasks may have fewer values than the base, whose values follow them, and may share the memory of `elected`."""
     tasks = [task.copy() if np.may_share_memory(task, elected) else task for task in tasks]
     tasks = [
         cast(task, dtype, dtype) if task.size == base.size else np.concatenate([task, base[task.size :]]) for task in tasks
     ]
-    return adopt(dtype, base, elected, *tasks) if adopts else elect(dtype, base, tasks, elected, threads)
+    if not adopts:
+        return elect(dtype, base, tasks, elected, threads)
+    masks, sums = zip(*(adopt(dtype, base, elected, task) for task in tasks))
+    return np.concatenate(masks), np.concatenate(sums)
 
 
 def rescaler(sums: np.ndarray | Mapping[str, float]) -> float:

@@ -1,10 +1,11 @@
-"""Merging: the functions `merge`, `add_task`, `remove_task`, `extract`, `verify` and `report`."""
+"""Merging: the functions `merge`, `add_task`, `remove_task`, `rename_task`, `extract`, `verify` and `report`."""
 
 from __future__ import annotations
 
 import math
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -85,10 +86,7 @@ def merge(
             something else.
         BaseModelError: the base cannot be read, or a task was not fine-tuned from it.
     """
-    if not isinstance(tasks, Mapping):
-        raise CheckpointError(f'The tasks are a {type(tasks).__name__}; give a dict: {{"NAME": folder, Hub id or model}}.')
-    if not tasks:
-        raise CheckpointError("There are no tasks to merge; give at least one.")
+    _require_tasks(tasks)
     require_another_folder(Path(out), [base])
     options = MergeOptions(rescale, max_shard_size, overwrite, accept_conflicts, method, bits, size)
     return _write(lambda: plain_base(Stored(os.fspath(base), revision)), tasks, Path(out), options)
@@ -96,8 +94,7 @@ def merge(
 
 def add_task(
     src: str | os.PathLike,
-    name: str,
-    task: Task,
+    tasks: Mapping[str, Task],
     out: str | os.PathLike,
     rescale: str = "tensor",
     base: str | os.PathLike | None = None,
@@ -108,33 +105,31 @@ def add_task(
     bits: float | None = None,
     size: int | str | None = None,
 ) -> MergeReport:
-    """Adds a task to a merge.
+    """Adds tasks to a merge.
 
-    The other tasks keep all their bits. With the method "emr", the new task keeps its own weights where no other task moved;
+    The other tasks keep all their bits. With the method "emr", a new task keeps its own weights where no task before it moved;
     elsewhere it takes the elected weights that agree with its own. If it is then farther from its own model than the base is,
     this raises an error.
 
     Args:
         src: folder or Hub id of the merge.
-        name: name of the new task.
-        task: as in `merge`.
+        tasks: the new tasks, as in `merge`.
         out: folder to write. On failure it stays as it was.
-        rescale: as in `merge`, for the new task.
+        rescale: as in `merge`, for the new tasks.
         base: folder or Hub id of the base, if it is no longer where config.json says.
         max_shard_size: as in `save_pretrained`.
         overwrite, accept_conflicts, bits, size: as in `merge`.
         method: as in `merge`; defaults to that of the merge's last task.
 
     Raises:
-        CheckpointError: the merge has a task of that name, its election does not suit the new task, or `out` holds something
-            else.
+        CheckpointError: the merge has a task of one of the names, its election does not suit a new task, or `out` holds
+            something else.
     """
+    _require_tasks(tasks)
     merged = open_merge(src, base)
-    if name in merged.tasks:
-        raise CheckpointError(f"{src} has a task '{name}' already; give the new task another name.")
     method = method or (CODED if merged.files[merged.tasks[-1]].coded else ELECTED)
     options = MergeOptions(rescale, max_shard_size, overwrite, accept_conflicts, method, bits, size)
-    return _write(lambda: merged.base, {name: task}, Path(out), options, merged)
+    return _write(lambda: merged.base, tasks, Path(out), options, merged, {name: name for name in merged.tasks})
 
 
 def remove_task(
@@ -161,7 +156,32 @@ def remove_task(
     if merged.tasks == [name]:
         raise CheckpointError(f"'{name}' is the only task of {src}. Delete the folder instead.")
     options = MergeOptions(max_shard_size=max_shard_size, overwrite=overwrite)
-    return _write(lambda: merged.base, {}, Path(out), options, merged, name)
+    return _write(lambda: merged.base, {}, Path(out), options, merged, {task: task for task in merged.tasks if task != name})
+
+
+def rename_task(
+    src: str | os.PathLike,
+    name: str,
+    to: str,
+    out: str | os.PathLike,
+    base: str | os.PathLike | None = None,
+    overwrite: bool = False,
+) -> MergeReport:
+    """Writes a merge in which a task has another name. All tasks keep all their bits and their order.
+
+    Args:
+        src: folder or Hub id of the merge.
+        name, to: the old and the new name of the task.
+        out, base, overwrite: as in `remove_task`.
+
+    Raises:
+        CheckpointError: the merge has no such task, the new name is taken or invalid, or `out` holds something else.
+    """
+    merged = open_merge(src, base)
+    merged.require_task(name)
+    names = {task: to if task == name else task for task in merged.tasks}
+    merged.files[to] = merged.files[name]  # under both names: it is read by one and written by the other
+    return _write(lambda: merged.base, {}, Path(out), MergeOptions(overwrite=overwrite), merged, names)
 
 
 def extract(
@@ -245,23 +265,34 @@ def report(src: str | os.PathLike) -> MergeReport:
     return MergeReport(tasks, sum((folder / path).stat().st_size for path in files_of(folder, files)))
 
 
+def _require_tasks(tasks: object) -> None:
+    """Raises CheckpointError unless these are tasks to merge or to add."""
+    if not isinstance(tasks, Mapping):
+        raise CheckpointError(f'The tasks are a {type(tasks).__name__}; give a dict: {{"NAME": folder, Hub id or model}}.')
+    if not tasks:
+        raise CheckpointError("There are no tasks; give at least one.")
+
+
 def _write(
     open_base: Callable[[], TensorSource],
     tasks: Mapping[str, Task],
     out: Path,
     options: MergeOptions,
     merged: MergeFolder | None = None,
-    removed: str | None = None,
+    kept: Mapping[str, str] = {},
 ) -> MergeReport:
-    """Writes the folder of a merge of these tasks, after those of `merged` but `removed`, if they are given."""
-    for name in tasks:
+    """Writes the folder of a merge of these tasks, after those of `merged` that are `kept`: by name there, their new names."""
+    names = [*kept.values(), *tasks]
+    for name in names:
         require_name(name)
+        if names.count(name) > 1:
+            raise CheckpointError(f"The merge has a task '{name}' already; give the new task another name.")
     folders = [task for task in tasks.values() if isinstance(task, str | os.PathLike)]
     require_another_folder(out, folders)
     staged = staged_folder(out, older_files(out), options.overwrite or (lambda: bool(older_files(out))))
     with staged as stage, TemporaryDirectory(dir=stage, prefix=OURS) as scratch:
         base = open_base()
-        models = [merged_task(merged, name) for name in merged.tasks if name != removed] if merged else []
+        models = [replace(merged_task(merged, name), task=to) for name, to in kept.items()] if merged else []
         models += [open_task(name, task, base, Path(scratch) / name) for name, task in tasks.items()]
         needed = [*base.paths, *(path for model in models for path in (model.folder, *model.tensors.paths))]
         for written in (out, *(out / task_folder(name) for name in tasks)):

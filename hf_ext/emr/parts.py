@@ -29,23 +29,19 @@ class Parts:
         self._modulators: dict[str, dict[str, tuple[np.ndarray | None, float]]] = {}  # of the tasks that were used last
 
     def base_data(self, name: str) -> np.ndarray:
-        """Returns the base's bytes of an elected tensor, cast to the tensor's type. Raises BaseModelError if they are not those
-        that were merged against."""
-        if name in self._base_data:
-            return self._base_data[name]
-        twin = self.base.twin_of(name)
-        assert twin is not None  # checked when the folder was opened
-        base = self.base.read(twin)
-        base_data = cast(base.data, base.dtype, self.elected.entry(name).dtype)
-        self._require_base(name, base_data)
-        return base_data
+        """Returns the base's bytes of an elected tensor, cast to the tensor's type: those in memory, or checked ones."""
+        kept = self._base_data.get(name)
+        return self.checked_base(name) if kept is None else kept
 
-    def require_same_base(self, name: str) -> None:
-        """Raises BaseModelError if the base's file no longer holds the tensor that was merged against."""
-        self._require_base(name, self.base_data(name))
-
-    def _require_base(self, name: str, base_data: np.ndarray) -> None:
-        """Raises BaseModelError unless these are the bytes that a tensor of the base had when the merge was written."""
+    def checked_base(self, name: str) -> np.ndarray:
+        """Returns the same as `base_data`. Raises BaseModelError unless these are the bytes that a tensor of the base had when
+        the merge was written."""
+        base_data = self._base_data.get(name)
+        if base_data is None:
+            twin = self.base.twin_of(name)
+            assert twin is not None  # checked when the folder was opened
+            base = self.base.read(twin)
+            base_data = cast(base.data, base.dtype, self.elected.entry(name).dtype)
         modulated = [file.record.modulated[name] for file in self.files.values() if name in file.record.modulated]
         stored = {f"{self.elected.identity(name):016x}"}  # of the base's own tensor, where no task was elected
         if {xxhash.xxh3_64_hexdigest(base_data)} != ({rule.prior for rule in modulated} or stored):
@@ -53,6 +49,7 @@ class Parts:
                 f"The tensor '{name}' of the base {self.base} has changed or is damaged: checksum mismatch. Restore the base, "
                 "and load the merge again."
             )
+        return base_data
 
     def modulator(self, task: str, name: str) -> tuple[np.ndarray | None, float]:
         """Returns the mask and the rescaler that make the task's tensor from the elected one."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -18,11 +18,11 @@ from hf_ext.storage.safetensors_file import RawTensor
 from hf_ext.storage.source import TensorSource
 
 HEADER = 58  # bytes of a payload's header without the two names, about
-FEW_VALUES = 1 << 25  # of a model whose tensors are all in the sample
+FEW_VALUES = 1 << 22  # of a model whose tensors are all in the sample
 PLACES = 32  # of a sample: tensors that have the values at as many places, spread evenly over all values
-MOST_VALUES = 1 << 22  # of a tensor in the sample of a larger model
+MOST_VALUES = 1 << 19  # of a tensor in the sample of a larger model
 GLANCE = 1 << 16  # values of a tensor that tell the size of its changes
-FIRST_STEP = 2.5  # times the root mean square of the changes
+FIRST_STEP = 3.5  # times the root mean square of the changes
 TINY = 1e-9
 NEAR = 0.04  # share by which the result may be smaller than wanted
 FARTHEST, FLAT = 2.0**40, 0.002  # limits of the steps, as multiples of the first; amounts, as a share, that count as equal
@@ -56,7 +56,7 @@ def search(
     most: float,
     rounds: int,
     tried: dict[float, float],
-    close: float = 1.02,
+    close: float = 1.1,
 ) -> float:
     """Returns the step at which `measure`, which falls as the step grows, gives nearly `wanted` and at most `most`: the
     smallest that was tried, or the largest if all give too much. Tries `step` first, and `rounds` steps at most, none between
@@ -82,11 +82,13 @@ def search(
     return min((size for size, amount in tried.items() if amount <= most), default=max(tried))
 
 
-def those_finer(coarse: Mapping[str, float], fine: Mapping[str, float], wanted: float) -> set[str]:
+def those_finer(
+    coarse: Mapping[str, float], fine: Mapping[str, float], wanted: float, preferred: Collection[str] = ()
+) -> set[str]:
     """Returns names of tensors that take a finer step, so that the amounts of all are nearly `wanted` in total, and not more,
-    given the tensors' amounts in either step."""
+    given the tensors' amounts in either step. Takes the `preferred` ones first, then those that change most."""
     left, names = wanted - sum(coarse.values()), set()
-    for name in sorted(coarse, key=lambda name: coarse[name] - fine[name]):
+    for name in sorted(coarse, key=lambda name: (name not in preferred, coarse[name] - fine[name])):
         if 0 < fine[name] - coarse[name] <= left:
             names.add(name)
             left -= fine[name] - coarse[name]
@@ -101,6 +103,7 @@ class _Part(NamedTuple):
     tensor: RawTensor
     base: RawTensor
     square: float  # mean square of its changes
+    prior: float  # mean square of the base's values
 
 
 class Sample:
@@ -126,7 +129,15 @@ class Sample:
         self._values = sum(part.weight for part in self._parts)
         self._energy = sum(part.weight * part.square for part in self._parts)
         self._gains: dict[float, float] = {}
+        self._kept: dict[float, float] = {}  # by size of a step, the sum of the squares of the changes that are stored
+        self._bits: dict[float, dict[str, float]] = {}  # by size of a step that was measured, of each tensor
         self._headers = 8 * sum(HEADER + 2 * len(name) for name in twins) / float(sizes.sum())  # bits per parameter
+
+    @property
+    def sums(self) -> dict[str, dict[str, float]]:
+        """By tensor, the sums of `election.SUMS` that tell a fine-tune from another model, as they are in the whole model."""
+        squares = {part.name: (part.weight * part.square, part.weight * part.prior) for part in self._parts}
+        return {name: {"task_squares": task, "base_squares": base} for name, (task, base) in squares.items()}
 
     def first_step(self) -> float:
         """Returns a step to begin with; 0 if nothing in the sample changed. One huge change does not count."""
@@ -138,15 +149,30 @@ class Sample:
         """Returns the bits per parameter that the sample takes in steps of this size."""
 
         def encode(i: int) -> tuple[float, float]:
-            name, weight, tensor, base, _ = self._parts[i]
+            name, weight, tensor, base, *_ = self._parts[i]
             coarse = coarsened(tensor, base, Step(size).of(name, tensor))
             bits = 8 * (len(coarse.payload) - read_header(coarse.payload, "").body)
             return weight * bits / math.prod(tensor.shape), weight * _square(coarse.tensor, base)
 
         threads = threads_for(sum(part.tensor.data.size for part in self._parts))
-        bits, square = (sum(column) for column in zip(*in_threads(encode, len(self._parts), threads)))
+        bits, squares = zip(*in_threads(encode, len(self._parts), threads))
+        square = self._kept[size] = sum(squares)
         self._gains[size] = min(math.sqrt(self._energy / square), MOST_GAIN) if square else 1.0
-        return bits / self._values + self._headers
+        self._bits[size] = dict(zip((part.name for part in self._parts), bits))
+        return sum(bits) / self._values + self._headers
+
+    def factors(self, size: float, other: float) -> dict[str, float]:
+        """Returns how many times the bits a tensor takes in steps of the `other` size. Tensors outside the sample count as its
+        average."""
+        for step in {size, other} - self._bits.keys():
+            self.measure(step)
+        before, after = self._bits[size], self._bits[other]
+        average = sum(after.values()) / max(sum(before.values()), TINY)
+        return {name: after[name] / before[name] if before.get(name) else average for name in self._twins}
+
+    def is_lost(self, size: float) -> bool:
+        """Checks whether steps of this size, which was measured, leave nothing of the changes."""
+        return not self._kept[size]
 
     def step(self, size: float) -> Step:
         """Returns a step of this size with its gain."""
@@ -160,7 +186,8 @@ class Sample:
         if tensor.shape:
             rows = np.arange(0, min(tensor.shape[0], base.shape[0]), max(1, -(-math.prod(tensor.shape) // most)))
             tensor, base = _rows(tensor, rows), _rows(base, rows)
-        return _Part(name, weight, tensor, base, _square(tensor, base))
+        zeros = RawTensor(base.dtype, base.shape, np.zeros_like(base.data))
+        return _Part(name, weight, tensor, base, _square(tensor, base), _square(base, zeros))
 
 
 def _rows(tensor: RawTensor, rows: np.ndarray) -> RawTensor:

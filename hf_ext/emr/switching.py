@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,7 +21,7 @@ from hf_ext.integration import compat
 from hf_ext.integration.config_change import LABELS, ConfigChange, change_between
 from hf_ext.integration.in_place import LiveWeights, is_same, lock_of
 from hf_ext.storage.delta.device_decode import batch_size
-from hf_ext.storage.prefetch import Prefetcher, batches_of
+from hf_ext.storage.prefetch import BatchPrefetcher, batches_of
 from hf_ext.storage.source import TensorSource
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
+PIECE = 1 << 21  # bytes of small tensors that one thread takes at once
 ADVICE = "Write the task as a plain checkpoint: hf-ext extract."
 
 
@@ -170,12 +171,11 @@ class SetTask:
             if not discard and old.is_coded(tensor) and xxhash.xxh3_64_intdigest(memory) != old.header(tensor).checksum:
                 raise UnsavedChangesError(active, loaded.target)
             if tensor not in targets:
-                self.merged.parts.require_same_base(tensor)
+                self.merged.parts.checked_base(tensor)
             if new.is_coded(tensor):
                 new.read(CODE + tensor)
 
-        for _ in Prefetcher(check, sizes):
-            pass
+        _for_all(check, sizes)
         if (place := election.retarget([*targets.values()], threads)) is not None:
             raise UnsavedChangesError(active, places[[*targets][place]][0].target)
         torch.autograd.graph.increment_version([weights.tensors[places[tensor][0].target] for tensor in targets])
@@ -191,8 +191,7 @@ class SetTask:
             self._is_mixed = False
 
     def _write(self, weights: LiveWeights, places: Mapping[str, tuple], sizes: dict[str, int], source: TensorSource) -> None:
-        for _ in Prefetcher(lambda tensor: weights.write([places[tensor][0]], source), sizes):
-            pass
+        _for_all(lambda tensor: weights.write([places[tensor][0]], source), sizes)
 
     def _changed(self, weights: LiveWeights, plan: Sequence[Loaded], task: TensorSource) -> str | None:
         """Returns a weight that differs from the task's; None if there is none."""
@@ -217,3 +216,10 @@ class SetTask:
         """Keeps what tells later whether the weights have changed, beside the task's tensors."""
         self._types = {name: weight.dtype for name, weight in weights.tensors.items()}  # that the tensors were rounded to
         self._kept = {name: weights.tensors[name].detach().clone() for name in self._others(weights)}
+
+
+def _for_all(work: Callable[[str], None], sizes: dict[str, int]) -> None:
+    """Calls `work` for tensors of these sizes in bytes, in threads. A thread takes several small tensors at once: it would wait
+    for the other threads longer than it works on one."""
+    for _ in BatchPrefetcher(lambda tensors: [*map(work, tensors)], sizes, PIECE):
+        pass

@@ -43,7 +43,7 @@ class MergeWriter(ExitStack):
         base, base_config: the model that all tasks were fine-tuned from, and its config.json.
         models: the models of all tasks.
         out: folder to write.
-        merged: a merge to add tasks to, or to remove tasks from. The tasks that stay keep all their bits.
+        merged: a merge to add tasks to, to remove tasks from, or to rename them. The tasks that stay keep all their bits.
         options: of the new tasks. Coded tasks do not vote.
     """
 
@@ -109,6 +109,7 @@ class MergeWriter(ExitStack):
             if file := self.standing.get(model.task):
                 shared = [name for name in file.own if model in self.stored[name].sharers]
                 fields = {"elected": self.digest, "ties": dict(model.ties), "shared": sorted([*file.record.shared, *shared])}
+                fields |= {"task": model.task, "config": self._config_digest(model)}
                 copy_task(file, folder / FILE, [OWN + name for name in shared], **fields)
 
     def write_tasks(self, uncoded: int | None = None) -> None:

@@ -22,7 +22,7 @@ from tiny_models import assert_same_weights, bert
 from transformers import AutoModelForSequenceClassification, BertModel
 
 from hf_ext import BaseModelError, CheckpointError, CorruptFileError, UnsavedChangesError, emr
-from hf_ext.emr import steps
+from hf_ext.emr import coding, steps
 from hf_ext.emr.modulators import TaskFile, TaskWriter
 
 Auto = AutoModelForSequenceClassification
@@ -33,15 +33,14 @@ def mixed(tmp_path_factory, base, tasks):
     """A merge of an elected task and of two coded ones."""
     place = tmp_path_factory.mktemp("mixed")
     emr.merge(base, {"trec": tasks["trec"]}, place / "elected", method="emr")
-    emr.add_task(place / "elected", "cr", tasks["cr"], place / "two", method="switch", bits=6)
-    emr.add_task(place / "two", "subj", tasks["subj"], place / "merged", bits=6)
+    emr.add_task(place / "elected", {task: tasks[task] for task in ("cr", "subj")}, place / "merged", method="switch", bits=6)
     return place / "merged"
 
 
 def test_methods_stand_side_by_side(tmp_path, base, tasks):
     emr.merge(base, {task: tasks[task] for task in ("trec", "cr")}, tmp_path / "elected", method="emr")
-    emr.add_task(tmp_path / "elected", "subj", tasks["subj"], tmp_path / "mixed", method="switch", bits=6)
-    emr.add_task(tmp_path / "mixed", "sst2", tasks["sst2"], tmp_path / "all", method="emr", accept_conflicts=True)
+    emr.add_task(tmp_path / "elected", {"subj": tasks["subj"]}, tmp_path / "mixed", method="switch", bits=6)
+    emr.add_task(tmp_path / "mixed", {"sst2": tasks["sst2"]}, tmp_path / "all", method="emr", accept_conflicts=True)
     for task in ("trec", "cr", "subj"):
         first = tmp_path / ("mixed" if task == "subj" else "elected")
         same_tensors(*(extracted(folder, task, tmp_path / "out") for folder in (first, tmp_path / "all")))
@@ -55,7 +54,7 @@ def test_methods_stand_side_by_side(tmp_path, base, tasks):
     report.plot(tmp_path / "report.png")
 
 
-def test_what_cannot_be_coded_is_one_error_and_nothing_is_written(tmp_path, base, tasks, mixed):
+def test_what_cannot_be_coded_is_one_error_and_nothing_is_written(tmp_path, monkeypatch, base, tasks, mixed):
     broken = classifier(2, 2)
     broken.bert.pooler.dense.bias.data[3] = torch.nan
     torch.manual_seed(99)
@@ -76,23 +75,24 @@ def test_what_cannot_be_coded_is_one_error_and_nothing_is_written(tmp_path, base
         ({"rescale": "paper"}, "rescale='paper': only the method 'emr' rescales"),
         ({"method": "dare"}, "choose one of: switch, emr"),
         ({"method": "emr", "rescale": "layer"}, "tensor, paper, tensor_mean"),
-        ({"bits": 0.01}, "Tasks get too few bits: .*'cr' .*Give them more"),
     ):
         with pytest.raises(CheckpointError, match=message):
             emr.merge(base, {"cr": tasks["cr"]}, tmp_path / "out", **options)
-    for task, message in (
-        (broken, "of task 'more' .* has values that are infinite .*, unlike in the base"),
-        (stranger, "no fine-tune of this"),
-    ):
-        with pytest.raises((CheckpointError, BaseModelError), match=message):
-            emr.add_task(mixed, "more", task, tmp_path / "out", bits=4)
+    with pytest.raises(CheckpointError, match="of task 'more' .* has values that are infinite .*, unlike in the base"):
+        emr.add_task(mixed, {"more": broken}, tmp_path / "out", bits=4)
+    with monkeypatch.context() as patch:
+        patch.setattr(coding, "coarsened", None)  # both are refused before anything is coded
+        few = "Tasks get too few bits: .*'more' .*Give them more"
+        for task, bits, message in ((stranger, 4, "no fine-tune of this"), (tasks["cr"], 0.01, few)):
+            with pytest.raises((CheckpointError, BaseModelError), match=message):
+                emr.add_task(mixed, {"more": task}, tmp_path / "out", bits=bits)
     damaged = shutil.copytree(base, tmp_path / "damaged")
     tensors = tensors_of(damaged)
     tensors["pooler.dense.bias"][3] = torch.inf
     save_file(tensors, damaged / "model.safetensors", {"format": "pt"})
-    for method in ("emr", "switch"):
+    for options in ({"method": "emr"}, {"bits": 4}):
         with pytest.raises(CheckpointError, match="of the base '.*damaged' has values that are infinite"):
-            emr.merge(damaged, {"cr": tasks["cr"]}, tmp_path / "out", method=method)
+            emr.merge(damaged, {"cr": tasks["cr"]}, tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
 
 
@@ -236,7 +236,7 @@ def test_the_tasks_that_stay_keep_all_bits(tmp_path, base, tasks, method):
     same = {"cr": tasks["cr"], "trec": tasks["trec"], "again": tasks["cr"]}  # a head that two of three share
     emr.merge(base, same, tmp_path / "merged", **{"bits": 4} if method == "switch" else {"method": "emr"})
     if method == "mixed":
-        emr.add_task(tmp_path / "merged", "subj", tasks["subj"], tmp_path / "more", method="switch", bits=4)
+        emr.add_task(tmp_path / "merged", {"subj": tasks["subj"]}, tmp_path / "more", method="switch", bits=4)
     whole = tmp_path / ("more" if method == "mixed" else "merged")
     names = [task.task for task in emr.report(whole).tasks]
     model = Auto.from_pretrained(whole)
@@ -254,6 +254,21 @@ def test_the_tasks_that_stay_keep_all_bits(tmp_path, base, tasks, method):
         model.set_task(gone)  # the old folder is still there
     with pytest.raises(CheckpointError, match="There is no task 'x'"):
         emr.remove_task(whole, "x", tmp_path / "none")
+
+
+def test_a_renamed_task_keeps_all_bits_and_its_place(tmp_path, mixed):
+    for name, place in (("trec", 0), ("subj", 2)):  # an elected task, which loads first, and a coded one
+        report = emr.rename_task(mixed, name, "new", tmp_path / "renamed")
+        tasks = [task.task for task in emr.report(mixed).tasks]
+        assert [task.task for task in report.tasks] == [*tasks[:place], "new", *tasks[place + 1 :]]
+        assert emr.verify(tmp_path / "renamed") and not (tmp_path / f"renamed/task-{name}").exists()
+        for task in tasks:
+            renamed = extracted(tmp_path / "renamed", "new" if task == name else task, tmp_path / "out")
+            same_tensors(renamed, extracted(mixed, task, tmp_path / "out"))
+        assert_same_weights(Auto.from_pretrained(tmp_path / "renamed/task-new"), Auto.from_pretrained(mixed / f"task-{name}"))
+    for old, new, message in (("x", "y", "no task 'x'"), ("cr", "subj", "'subj' already"), ("cr", "a/b", "cannot be the name")):
+        with pytest.raises(CheckpointError, match=message):
+            emr.rename_task(mixed, old, new, tmp_path / "none")
 
 
 def test_the_last_task_and_a_task_in_use(tmp_path, base, tasks):
@@ -278,5 +293,5 @@ def test_weights_that_no_task_takes_any_more_are_free_for_the_next(tmp_path):
         write_folder(tmp_path / task, fine_tune(base, seed))
     emr.merge(tmp_path / "base", {"a": tmp_path / "a", "still": tmp_path / "base"}, tmp_path / "two", method="emr")
     emr.remove_task(tmp_path / "two", "a", tmp_path / "one")
-    emr.add_task(tmp_path / "one", "b", tmp_path / "b", tmp_path / "more")
+    emr.add_task(tmp_path / "one", {"b": tmp_path / "b"}, tmp_path / "more")
     same_tensors(extracted(tmp_path / "more", "b", tmp_path / "out"), tensors_of(tmp_path / "b"))

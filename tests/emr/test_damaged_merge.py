@@ -96,7 +96,7 @@ def test_files_of_no_task_may_lie_beside(broken):
 
 def test_merging_over_a_damaged_merge_leaves_none_of_its_tasks(broken, tmp_path):
     base, tasks = write_tasks(tmp_path / "again", {"cr": 2, "subj": 3})
-    emr.add_task(broken, "more", tasks["cr"], tmp_path / "larger", accept_conflicts=True)
+    emr.add_task(broken, {"more": tasks["cr"]}, tmp_path / "larger", accept_conflicts=True)
     (tmp_path / "larger/config.json").unlink()
     emr.merge(base, tasks, tmp_path / "larger", method="emr")
     assert not (tmp_path / "larger/task-more").exists()

@@ -22,7 +22,7 @@ for task in ("cr", "subj"):
     Auto.from_pretrained(tasks[task]).push_to_hub(f"user/{task}")
     tokenizer().push_to_hub(f"user/{task}")
 emr.merge("user/base", {"trec": tasks["trec"], "cr": "user/cr", "subj": "user/subj"}, "elected", method="emr")
-emr.add_task("elected", "sst2", tasks["sst2"], "merged", method="switch", bits=6)
+emr.add_task("elected", {"sst2": tasks["sst2"]}, "merged", method="switch", bits=6)
 emr.extract("merged", "sst2", "merged-sst2")
 emr.merge(base, {task: tasks[task] for task in ("trec", "cr", "subj")}, "local", method="emr")
 for task in ("trec", "cr", "subj"):

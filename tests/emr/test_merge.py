@@ -577,7 +577,7 @@ def test_tasks_of_unequal_strength_stop_the_merge_with_their_figures_unless_acce
 
     def write(**options):
         if added:
-            return emr.add_task(merged, "weak", tasks["weak"], out, **options)
+            return emr.add_task(merged, {"weak": tasks["weak"]}, out, **options)
         return emr.merge(tmp_path / "base", first | rest, out, method="emr", **options)
 
     figures = ", ".join(f"'{task}' .[0-9.]+ % of the base's distance, cosine 0.[0-9]+." for task in rest)
@@ -605,8 +605,12 @@ def test_an_added_task_leaves_the_others_as_they_were(tmp_path, base, tasks):
     with torch.no_grad():
         close.bert.pooler.dense.weight += 1e-4
     close.save_pretrained(tmp_path / "close")
-    emr.add_task(tmp_path / "merged", "subj", tmp_path / "close", tmp_path / "more")
-    assert [task.task for task in emr.report(tmp_path / "more").tasks] == ["trec", "cr", "subj"]
+    added = {"subj": tmp_path / "close", "again": tasks["trec"]}
+    emr.add_task(tmp_path / "merged", added, tmp_path / "more")
+    assert [task.task for task in emr.report(tmp_path / "more").tasks] == ["trec", "cr", "subj", "again"]
+    emr.add_task(tmp_path / "merged", {"subj": added["subj"]}, tmp_path / "three")
+    emr.add_task(tmp_path / "three", {"again": added["again"]}, tmp_path / "four")
+    assert contents(tmp_path / "four") == contents(tmp_path / "more")  # as one after the other
     for task in first:
         for folder in ("merged", "more"):
             emr.extract(tmp_path / folder, task, tmp_path / f"{folder}-{task}")
@@ -615,22 +619,12 @@ def test_an_added_task_leaves_the_others_as_they_were(tmp_path, base, tasks):
     assert torch.equal(added["classifier.weight"], tensors_of(tmp_path / "close")["classifier.weight"])
 
 
-def test_a_task_that_moved_other_weights_is_added_exactly(tmp_path):
-    base = weights()
-    write_folder(tmp_path / "base", base)
-    for task, name in {"a": "model.norm.weight", "b": "lm_head.weight"}.items():
-        write_folder(tmp_path / task, base | {name: base[name] + 0.01})
-    emr.merge(tmp_path / "base", {"a": tmp_path / "a"}, tmp_path / "merged", method="emr")
-    emr.add_task(tmp_path / "merged", "b", tmp_path / "b", tmp_path / "more")
-    same_tensors(extracted(tmp_path / "more", "b", tmp_path / "again"), tensors_of(tmp_path / "b"))
-
-
 def test_a_name_that_is_taken_and_a_folder_that_is_no_merge(tmp_path, base, tasks):
     emr.merge(base, {"cr": tasks["cr"]}, tmp_path / "merged", method="emr")
     with pytest.raises(CheckpointError, match="has a task 'cr' already"):
-        emr.add_task(tmp_path / "merged", "cr", tasks["subj"], tmp_path / "more")
+        emr.add_task(tmp_path / "merged", {"cr": tasks["subj"]}, tmp_path / "more")
     for call in (
-        lambda: emr.add_task(tasks["cr"], "subj", tasks["subj"], tmp_path / "more"),
+        lambda: emr.add_task(tasks["cr"], {"subj": tasks["subj"]}, tmp_path / "more"),
         lambda: emr.extract(tasks["cr"], "cr", tmp_path / "more"),
         lambda: emr.report(tasks["cr"]),
     ):

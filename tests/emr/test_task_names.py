@@ -155,7 +155,7 @@ def test_a_task_that_breaks_a_tie_leaves_the_others_tied(tmp_path, build, one, o
     if order.startswith("added"):
         first, second = ("tied", "apart") if order == "added to ties" else ("apart", "tied")
         emr.merge(base, {first: tasks[first]}, tmp_path / "first", method="emr")
-        emr.add_task(tmp_path / "first", second, tasks[second], tmp_path / "merged")
+        emr.add_task(tmp_path / "first", {second: tasks[second]}, tmp_path / "merged")
     else:
         emr.merge(base, tasks, tmp_path / "merged", method="emr")
     results = states(tmp_path / "merged", type(model), tmp_path / "out")

@@ -173,8 +173,8 @@ def test_tasks_of_a_merge_are_models(tmp_path):
     emr.merge(base, tasks, tmp_path / "merged", method="emr")
     one, two = (StoredModel(str(tmp_path / "merged"), task=task).open() for task in ("one", "two"))
     assert set(changed(one, two)) and not list(changed(one, one))
-    emr.add_task(tmp_path / "merged", "new", tasks["one"], tmp_path / "a")
-    emr.add_task(tmp_path / "merged", "new", tasks["two"], tmp_path / "b")  # the same elected weights, another task "new"
+    emr.add_task(tmp_path / "merged", {"new": tasks["one"]}, tmp_path / "a")
+    emr.add_task(tmp_path / "merged", {"new": tasks["two"]}, tmp_path / "b")  # the same elected weights, another task "new"
     first, second = (StoredModel(str(tmp_path / folder), task="new").open() for folder in "ab")
     assert "bert.embeddings.word_embeddings.weight" in set(changed(first, second))
     assert {tmp_path / "merged" / "model.safetensors", base / "model.safetensors"} < set(one.paths)
