@@ -218,7 +218,7 @@ class SetTask:
         self._kept = {name: weights.tensors[name].detach().clone() for name in self._others(weights)}
 
 
-def _for_all(work: Callable[[str], None], sizes: dict[str, int]) -> None:
+def _for_all(work: Callable[[str], object], sizes: dict[str, int]) -> None:
     """Calls `work` for tensors of these sizes in bytes, in threads. A thread takes several small tensors at once: it would wait
     for the other threads longer than it works on one."""
     for _ in BatchPrefetcher(lambda tensors: [*map(work, tensors)], sizes, PIECE):
