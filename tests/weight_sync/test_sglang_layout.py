@@ -290,15 +290,6 @@ def test_a_resumed_training_replaces_steps_that_it_repeats(base: Path, place: Pa
     assert has(checkpoint, 7)
 
 
-def test_what_another_program_changed_is_found(base: Path, place: Path):
-    publish(place, base, range(3))
-    checkpoint = local(base, place)
-    checkpoint.update(10)
-    save_file(weights(0), checkpoint.folder / "model.safetensors")
-    checkpoint.update(20)
-    assert has(checkpoint, 2)
-
-
 def test_publishers_that_cannot_write_it_say_so(base: Path, place: Path, tmp_path: Path, monkeypatch):
     with pytest.raises(ValueError, match="with base, the folder of the model"):
         Publisher(place, layout="sglang")
