@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +13,7 @@ import pytest
 import transformers
 import typer
 from processes import python
-from tiny_checkpoints import contents, fine_tune, flip_bit, pair, weights, write_folder
+from tiny_checkpoints import contents, fine_tune, pair, weights, write_folder
 from tiny_merges import write_tasks
 
 import hf_ext
@@ -291,19 +290,13 @@ def test_a_coded_task_is_merged_added_and_removed_by_commands(tmp_path, tasks, c
 
 
 def test_errors_are_one_line(folder, capsys):
-    src, base, small, out = folder / "tuned", folder / "base", folder / "small", folder / "out"
+    src, base, out = folder / "tuned", folder / "base", folder / "out"
     run_folder = write_folder(folder / "run/checkpoint-5", fine_tune(weights())).parent
-    flip_bit(shutil.copytree(small, folder / "damaged") / "model.safetensors")
     checkpoints = f"Give one of them, such as {run_folder / 'checkpoint-5'}"
     for line, message in (
-        (("compress", src, "--base", "no/such/base", "--out", out), "neither a folder nor a Hub repository"),
-        (("compress", src, "--base", base, "--out", src), "cannot be overwritten"),
         (("compress", src, "--base", base, "--out", src / "config.json"), f"{src / 'config.json'} is a file; give a folder"),
-        (("compress", folder / "none", "--base", base, "--out", out), "is not a folder"),
-        (("decompress", small, "--base", src, "--out", out), "is another model or revision"),
         (("verify", src), "is not compressed"),
         (("extract", src, "--task", "cr", "--out", out), "holds no merge"),
-        (("verify", folder / "damaged"), "lm_head.weight"),
         (("inspect", run_folder), checkpoints),
         (("verify", run_folder), checkpoints),
     ):

@@ -54,6 +54,12 @@ check(2, "user/small", revision="second")
 check(2, "user/small", revision=sys.argv[1])
 check(3, "user/shards")
 check(4, "user/saved")
+with fm_delta.open("user/small", revision=sys.argv[1], cache_dir="cache") as checkpoint:
+    assert checkpoint.get_tensor("classifier.weight").equal(tuned(2).classifier.weight)
+try:
+    raise AssertionError(fm_delta.open("user/small", cache_dir="empty", local_files_only=True))
+except hf_ext.BaseModelError as error:
+    assert "'user/small'" in str(error)
 """
 
 PIN = """
