@@ -450,24 +450,6 @@ def test_a_forged_base_is_refused(compressed, base):
         fm_delta.verify(compressed / "small")
 
 
-def test_forged_payloads_in_a_file_are_refused(compressed):
-    path = compressed / "small/model.safetensors"
-    tensors, data = payloads_of(path), path.read_bytes()
-    for forged in (
-        forge(tensors["steps"], mode=2),
-        forge(tensors["steps"], replace=(b"I64", b"F64")),
-        forge(tensors["steps"], checksum=1),
-        shaped(tensors["steps"], 3, 1),
-        shaped(tensors["c.weight"], 2**40, 2**20),
-        shaped(tensors["c.weight"], 8, 2**40),
-    ):
-        name = "steps" if b"steps" in forged[:100] else "c.weight"
-        forge_file(path, {}, tensors | {name: forged})
-        with little_memory(), pytest.raises(CorruptFileError):
-            fm_delta.verify(compressed / "small")
-        path.write_bytes(data)
-
-
 def test_every_error_is_ours_and_a_value_error():
     for kind in (CorruptFileError, BaseModelError, CheckpointError):
         assert issubclass(kind, HfExtError) and issubclass(kind, ValueError)

@@ -144,19 +144,6 @@ def test_another_run_is_not_mixed_in(tmp_path: Path, caplog):
     assert "no longer holds the run" in caplog.text and same(tensors, weights(6))
 
 
-def test_another_run_may_have_other_tensors(tmp_path: Path):
-    kept, in_memory = Subscriber(tmp_path), Subscriber(tmp_path)
-    for rows, name in ((100, "x"), (300, "y"), (200, "x")):
-        for path in tmp_path.iterdir():
-            path.unlink()
-        x, tensors = torch.randn(rows, rows), {"x": torch.zeros(rows, rows).T}
-        with Publisher(tmp_path) as run:
-            run.publish({"x": x, name: x}, 0)
-        kept.update(tensors)
-        in_memory.update()
-        assert same(tensors, {"x": x}) and same(in_memory.tensors, {"x": x, name: x})
-
-
 def test_a_step_of_another_run_under_a_known_name_is_refused(tmp_path: Path, caplog):
     publish(tmp_path / "one", range(2), run="one")
     publish(tmp_path / "other", range(2), run="other")
