@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -38,6 +39,26 @@ def in_child(work: Callable[[], object]) -> tuple[int | None, str]:
         answer = ""
     child.join(60)
     return child.exitcode, answer
+
+
+def killed_at(call: int, module: object, name: str, work: Callable[[], object], tears: bool = False) -> bool:
+    """Runs `work` in a process that is killed as it calls a function of a module for the `call`-th time, counted from 0. With
+    `tears` half of the bytes that the call shall change are changed. Returns false if there are fewer calls."""
+    function, left = getattr(module, name), call
+
+    def dying(*arguments: object) -> object:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            if tears:
+                arguments[0][: arguments[0].size // 2] ^= 1
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*arguments)
+
+    with mock.patch.object(module, name, dying):
+        code, answer = in_child(work)
+    assert code == -signal.SIGKILL or answer == "None", answer
+    return code != 0
 
 
 def die_or_compress(source: Path, *arguments: object):

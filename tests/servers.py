@@ -10,6 +10,7 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+from typing import Self
 
 import torch
 from processes import free_port
@@ -84,7 +85,7 @@ def _spoil(folder: Path) -> None:
 
 
 class Server:
-    """A server in a process of its own.
+    """A server in a process of its own, which a `with` statement waits for and stops.
 
     Args:
         command: starts it, with `--port` added.
@@ -104,7 +105,19 @@ class Server:
             stderr=subprocess.STDOUT,
         )
 
-    def wait(self) -> None:
+    def __enter__(self) -> Self:
+        try:
+            self._wait()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.process.terminate()
+        self.process.wait(60)
+
+    def _wait(self) -> None:
         for _ in range(600):
             assert self.process.poll() is None, self.log.read_text()[-3000:]
             try:
@@ -121,7 +134,3 @@ class Server:
                 return response.status, json.load(response)
         except urllib.error.HTTPError as error:
             return error.code, json.load(error)
-
-    def stop(self) -> None:
-        self.process.terminate()
-        self.process.wait(60)

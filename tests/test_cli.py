@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +13,7 @@ import pytest
 import transformers
 import typer
 from processes import python
-from tiny_checkpoints import contents, fine_tune, flip_bit, pair, weights, write_folder
+from tiny_checkpoints import contents, fine_tune, pair, weights, write_folder
 from tiny_merges import write_tasks
 
 import hf_ext
@@ -226,14 +225,6 @@ def test_threads_limits_all_commands_that_work_on_tensors(folder, tasks, monkeyp
     assert "--threads" in mistaken(capsys, "--threads", "0", "verify", "new")
 
 
-def test_a_base_that_has_moved_is_given_by_name(folder, capsys):
-    moved = (folder / "base").rename(folder / "moved")
-    assert str(folder / "base") in fails(capsys, "verify", folder / "small")
-    assert run(capsys, "verify", folder / "small", "--base", moved)[0] == 0
-    assert run(capsys, "decompress", folder / "small", "--base", moved, "--out", folder / "back")[0] == 0
-    assert contents(folder / "back") == contents(folder / "tuned")
-
-
 def test_inspect_prints_its_summary_or_tables_and_draws_a_picture(folder, capsys, monkeypatch):
     report = fm_delta.inspect(folder / "small")
     assert run(capsys, "inspect", folder / "small") == (0, f"{report.kind_table()}\n\n{report.summary()}\n", "")
@@ -302,19 +293,13 @@ def test_a_coded_task_is_merged_added_and_removed_by_commands(tmp_path, tasks, c
 
 
 def test_errors_are_one_line(folder, capsys):
-    src, base, small, out = folder / "tuned", folder / "base", folder / "small", folder / "out"
+    src, base, out = folder / "tuned", folder / "base", folder / "out"
     run_folder = write_folder(folder / "run/checkpoint-5", fine_tune(weights())).parent
-    flip_bit(shutil.copytree(small, folder / "damaged") / "model.safetensors")
     checkpoints = f"Give one of them, such as {run_folder / 'checkpoint-5'}"
     for line, message in (
-        (("compress", src, "--base", "no/such/base", "--out", out), "neither a folder nor a Hub repository"),
-        (("compress", src, "--base", base, "--out", src), "cannot be overwritten"),
         (("compress", src, "--base", base, "--out", src / "config.json"), f"{src / 'config.json'} is a file; give a folder"),
-        (("compress", folder / "none", "--base", base, "--out", out), "is not a folder"),
-        (("decompress", small, "--base", src, "--out", out), "is another model or revision"),
         (("verify", src), "is not compressed"),
         (("extract", src, "--task", "cr", "--out", out), "holds no merge"),
-        (("verify", folder / "damaged"), "lm_head.weight"),
         (("inspect", run_folder), checkpoints),
         (("verify", run_folder), checkpoints),
     ):
@@ -533,7 +518,7 @@ runpy.run_module("hf_ext.cli", run_name="__main__")
 def test_the_last_line_says_that_config_json_is_missing(folder, capsys):
     for name in ("tuned", "small"):
         (folder / name / "config.json").unlink()
-    tuned, small, base = folder / "tuned", folder / "small", folder / "base"
+    tuned, small, base = folder / "tuned", folder / "small", (folder / "base").rename(folder / "moved")
     for command, bare in (
         (["compress", tuned, "--base", base, "--out", folder / "out", "--verify"], folder / "out"),
         (["decompress", small, "--base", base, "--out", folder / "back"], folder / "back"),

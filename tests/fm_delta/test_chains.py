@@ -61,12 +61,6 @@ def test_a_link_may_be_plain_again(chain):
     assert fm_delta.verify(chain / "run/1")
 
 
-def test_a_model_may_be_saved_against_a_compressed_base(chain):
-    tuned = perturb(load(chain / "run/1"), seed=9)
-    fm_delta.enable(tuned, chain / "run/1").save_pretrained(chain / "small")
-    assert_same_weights(load(chain / "small"), tuned)
-
-
 def test_a_chain_that_is_too_long_is_refused_early(tmp_path, monkeypatch):
     monkeypatch.setattr(hf_ext.storage.open, "MAX_CHAIN", 3)
     base = write_folder(tmp_path / "0", {"weight": torch.zeros(8)})

@@ -101,22 +101,6 @@ def test_every_flipped_byte_is_noticed_or_changes_nothing(compressed, stride):
     assert len(survived) < 0.02 * len(data)
 
 
-def test_holes_and_swapped_parts_are_refused(compressed):
-    path = compressed / "small/model.safetensors"
-    data = path.read_bytes()
-    rng = random.Random(1)
-    for _ in range(100):
-        size = rng.randrange(1, 200)
-        first, second = sorted(rng.sample(range(len(data) - size), 2))
-        swapped = bytearray(data)
-        swapped[first : first + size] = data[second : second + size]
-        swapped[second : second + size] = data[first : first + size]
-        for changed in (data[:first] + bytes(size) + data[first + size :], bytes(swapped)):
-            if changed[: len(data)] != data:
-                path.write_bytes(changed[: len(data)])
-                assert_right_or_refused(compressed)
-
-
 @repeats("stride", 5, 1)
 @pytest.mark.parametrize("name", ["small/config.json", "base/model.safetensors"])
 def test_a_flip_in_config_or_base_never_changes_weights(compressed, name, stride):
@@ -464,24 +448,6 @@ def test_a_forged_base_is_refused(compressed, base):
     (compressed / "small/config.json").write_text(CONFIG)
     with pytest.raises(BaseModelError):
         fm_delta.verify(compressed / "small")
-
-
-def test_forged_payloads_in_a_file_are_refused(compressed):
-    path = compressed / "small/model.safetensors"
-    tensors, data = payloads_of(path), path.read_bytes()
-    for forged in (
-        forge(tensors["steps"], mode=2),
-        forge(tensors["steps"], replace=(b"I64", b"F64")),
-        forge(tensors["steps"], checksum=1),
-        shaped(tensors["steps"], 3, 1),
-        shaped(tensors["c.weight"], 2**40, 2**20),
-        shaped(tensors["c.weight"], 8, 2**40),
-    ):
-        name = "steps" if b"steps" in forged[:100] else "c.weight"
-        forge_file(path, {}, tensors | {name: forged})
-        with little_memory(), pytest.raises(CorruptFileError):
-            fm_delta.verify(compressed / "small")
-        path.write_bytes(data)
 
 
 def test_every_error_is_ours_and_a_value_error():

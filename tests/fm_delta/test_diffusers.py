@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from kills import killed
 from local_hub import LocalHub
 from processes import python
 from tiny_checkpoints import assert_restored, contents, edit_settings
@@ -294,20 +293,3 @@ def test_plain_weights_under_a_compressed_config_load(place: Path, tmp_path: Pat
     shutil.copytree(place / "small" / "unet", tmp_path / "unet")
     shutil.copy(place / "tuned" / "unet" / WEIGHTS, tmp_path / "unet")
     assert_same_weights(UNet2DConditionModel.from_pretrained(tmp_path / "unet"), tuned("unet"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fresh", [True, False])
-def test_a_kill_leaves_the_old_pipeline_or_the_new_one(place: Path, tmp_path: Path, fresh: bool) -> None:
-    old = None if fresh else place / "small"
-    pipeline(tuned("unet", 7)).save_pretrained(tmp_path / "tuned", max_shard_size="20KB")
-    fm_delta.compress_checkpoint(tmp_path / "tuned", place / "base", tmp_path / "new")
-    whole = [contents(tmp_path / "new"), contents(old) if old else {}]
-    for _ in killed(
-        tmp_path / "out" / "small",
-        old,
-        lambda: fm_delta.compress_checkpoint(tmp_path / "tuned", place / "base", tmp_path / "out" / "small"),
-        9,
-    ):
-        found = contents(tmp_path / "out" / "small")
-        assert found in whole, sorted(found)

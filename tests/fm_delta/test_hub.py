@@ -26,8 +26,19 @@ from transformers import AutoModelForSequenceClassification
 def tuned(seed):
     return perturb(bert(), seed)
 
+load = AutoModelForSequenceClassification.from_pretrained
+
 def check(seed, *args, **options):
-    assert_same_weights(AutoModelForSequenceClassification.from_pretrained(*args, **options), tuned(seed))
+    assert_same_weights(load(*args, **options), tuned(seed))
+
+def report(act, *values):
+    errors = []
+    for value in values:
+        try:
+            errors.append(["none", str(act(value))])
+        except Exception as error:
+            errors.append([type(error).__name__, str(error)])
+    print(json.dumps(errors))
 """
 
 PUSH = """
@@ -54,6 +65,12 @@ check(2, "user/small", revision="second")
 check(2, "user/small", revision=sys.argv[1])
 check(3, "user/shards")
 check(4, "user/saved")
+with fm_delta.open("user/small", revision=sys.argv[1], cache_dir="cache") as checkpoint:
+    assert checkpoint.get_tensor("classifier.weight").equal(tuned(2).classifier.weight)
+try:
+    raise AssertionError(fm_delta.open("user/small", cache_dir="empty", local_files_only=True))
+except hf_ext.BaseModelError as error:
+    assert "'user/small'" in str(error)
 """
 
 PIN = """
@@ -74,25 +91,11 @@ from transformers import BertConfig, BertForSequenceClassification
 wide = BertForSequenceClassification(BertConfig.from_pretrained("user/base", hidden_size=96))
 wide.push_to_hub("user/wide")
 wide.push_to_hub("user/wide-shards", max_shard_size="60KB")
-errors = []
-for name in ("user/wide", "user/wide-shards"):
-    folder = Path(snapshot_download("user/small", local_dir=f"needs/{name}"))
+names = ("user/wide", "user/wide-shards")
+folders = [Path(snapshot_download("user/small", local_dir=f"needs/{name}")) for name in names]
+for folder, name in zip(folders, names):
     edit_settings(folder, base=name, revision=None)
-    try:
-        AutoModelForSequenceClassification.from_pretrained(folder)
-    except Exception as error:
-        errors.append([type(error).__name__, str(error)])
-print(json.dumps(errors))
-"""
-
-REFUSED = """
-errors = []
-for target in sys.argv[1:]:
-    try:
-        AutoModelForSequenceClassification.from_pretrained(target)
-    except Exception as error:
-        errors.append([type(error).__name__, str(error)])
-print(json.dumps(errors))
+report(load, *folders)
 """
 
 
@@ -169,7 +172,7 @@ def test_a_base_that_cannot_be_reached_is_named_with_its_commit(client, commits,
     base = client.hub.repos["user/base"]
 
     def refusal(**options) -> None:
-        [[kind, message]] = json.loads(client.run(REFUSED, "user/small", **options))
+        [[kind, message]] = json.loads(client.run("report(load, 'user/small')", **options))
         assert kind == "BaseModelError" and "'user/base'" in message and commits["base"] in message
 
     monkeypatch.setattr(base, "private", True)
@@ -196,31 +199,20 @@ def test_a_listed_shard_that_a_repository_lacks_is_the_error(client, commits, tm
     files = {"config.json": config, "model.safetensors.index.json": dataclasses.replace(config, content=index)}
     lacking = client.hub.repos["user/lacking"] = type(repo)(private=False)
     lacking.add("main", dataclasses.replace(repo.at("main"), files=files))
-    [[kind, message]] = json.loads(
-        client.run(
-            REFUSED.replace("AutoModelForSequenceClassification.from_pretrained", "fm_delta.open"),
-            "user/lacking",
-            home=tmp_path,
-        )
-    )
+    [[kind, message]] = json.loads(client.run("report(fm_delta.open, 'user/lacking')", home=tmp_path))
     assert kind == "BaseModelError" and "'user/lacking'" in message
     assert client.hub.log[-1][1].endswith("model-00001-of-00002.safetensors")
 
 
 INCOMPLETE = """
-errors = []
-for act in (
+report(
+    lambda act: act(),
     lambda: fm_delta.open("user/in-shards"),
     lambda: fm_delta.compress_checkpoint("user/in-shards", None, "out"),
     lambda: fm_delta.compress_checkpoint("user/plain", "user/in-shards", "out"),
-    lambda: AutoModelForSequenceClassification.from_pretrained("user/small"),
-):
-    try:
-        errors.append(["none", str(act())])
-    except Exception as error:
-        errors.append([type(error).__name__, str(error)])
+    lambda: load("user/small"),
+)
 assert not Path("out").exists()
-print(json.dumps(errors))
 """
 
 

@@ -354,17 +354,6 @@ def train_step(model) -> float:
     return loss.item()
 
 
-def test_the_loaded_model_takes_an_adapter_like_the_plain_one(folder_of):
-    adapted = []
-    for model in assert_loads_the_same(AutoModelForCausalLM, folder_of("llama")):
-        torch.manual_seed(0)
-        adapted.append(get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"])))
-    small, plain = adapted
-    assert train_step(small) == train_step(plain)
-    assert_same_weights(small, plain)
-    assert_same_weights(small.merge_and_unload(), plain.merge_and_unload())
-
-
 @adapters_of_transformers
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
 def test_an_adapter_finds_its_compressed_base_model(folder_of, tmp_path, name):

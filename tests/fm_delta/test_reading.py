@@ -1,27 +1,16 @@
-"""`fm_delta.open` reads single tensors and rows as `safe_open` does, from a folder or from the Hub."""
+"""`fm_delta.open` reads single tensors and rows as `safe_open` does. test_hub.py opens repositories."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
-from local_hub import LocalHub
 from safetensors import safe_open
 from tiny_checkpoints import compressed_pair, fine_tune, flip_bit, pair, weights, write_folder
 
 from hf_ext import fm_delta
 from hf_ext.errors import BaseModelError, CorruptFileError
 
-PUSH = """
-from huggingface_hub import HfApi
-from hf_ext import fm_delta
-def push(name, folder):
-    HfApi().create_repo(name)
-    return HfApi().upload_folder(repo_id=name, folder_path=folder).oid
-push("user/base", "base")
-fm_delta.compress_checkpoint("tuned", "user/base", "small", level=1)
-print(push("user/small", "small"))
-"""
 INDICES = (slice(3, 7), slice(None), slice(1, 9, 2), slice(90, 9999), slice(5, 2), 2, -1, (slice(2, 5), slice(3, 4)), (..., 3))
 INDICES += (True, False, (True, slice(1, 3)), None, (None, 2), np.int64(5), [3, 1], (2, True), (2, ..., -1), torch.tensor([7]))
 
@@ -99,30 +88,3 @@ def test_the_base_of_a_chain_may_be_given(tmp_path):
     assert torch.equal(checkpoint.get_tensor("lm_head.weight"), expected["lm_head.weight"])
     with pytest.raises(BaseModelError, match="is another model or revision"):
         fm_delta.open(tmp_path / "chain", base=base)
-
-
-READ = """
-import sys
-from hf_ext import fm_delta
-settings = {"cache_dir": "cache", "local_files_only": sys.argv[2] == "offline"}
-with fm_delta.open("user/small", revision=sys.argv[1], **settings) as checkpoint:
-    print(float(checkpoint.get_tensor("lm_head.weight").float().sum()), checkpoint.get_slice("lm_head.weight").get_shape())
-try:
-    fm_delta.open("user/nothing", local_files_only=True)
-except Exception as error:
-    print(type(error).__name__, error)
-"""
-
-
-def test_a_repository_and_its_base_are_downloaded_once_and_read_offline(tmp_path):
-    pair(tmp_path)
-    with LocalHub() as hub:
-        commit = hub.run(tmp_path, PUSH).strip()
-        expected = fine_tune(weights())["lm_head.weight"]
-        answers = [hub.run(tmp_path, READ, commit, "online").splitlines()]
-        answered = len(hub.log)
-        answers.append(hub.run(tmp_path, READ, commit, "offline").splitlines())
-        assert not any("user/small" in path or "user/base" in path for _, path, _ in hub.log[answered:])
-    for line, error in answers:
-        assert line == f"{float(expected.sum())} {list(expected.shape)}"
-        assert error.startswith("BaseModelError") and "'user/nothing'" in error

@@ -155,12 +155,8 @@ def test_generate_for_another_task_keeps_changed_weights(folder):
 def server(folder):
     """`transformers serve` on loopback, started by `hf-ext run`."""
     command = [sys.executable, "-m", "hf_ext.cli", "run", "transformers", "serve", "--device", "cpu"]
-    server = Server(command, folder / "server.log", {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(sys.path)})
-    try:
-        server.wait()
+    with Server(command, folder / "server.log", {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(sys.path)}) as server:
         yield server
-    finally:
-        server.stop()
 
 
 def ask(server: Server, model: Path, call: str = "completions", **options) -> str:

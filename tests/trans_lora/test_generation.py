@@ -297,12 +297,8 @@ def served(tmp_path_factory):
         each.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
     command = [sys.executable, "-m", "transformers.cli.transformers", "serve", "--device", "cpu"]
-    process = RunningServer(command, folder / "log", {"HF_HUB_OFFLINE": "1"})
-    try:
-        process.wait()
-        yield f"{process.url}/v1", folder
-    finally:
-        process.stop()
+    with RunningServer(command, folder / "log", {"HF_HUB_OFFLINE": "1"}) as server:
+        yield f"{server.url}/v1", folder
 
 
 @pytest.mark.slow

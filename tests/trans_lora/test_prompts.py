@@ -37,32 +37,25 @@ def test_what_was_written_as_a_list_is_read_as_that_list(texts):
     assert [item.text for item in parse_items(written, 6, 10, ended=True)] == texts
 
 
-@pytest.mark.parametrize(
-    "opening", ["6. one\n7. two", " one\n7. two", "\n6. one\n7. two", "Sure, here they are:\n\n6. one\n7. two"]
-)
-def test_the_first_number_may_be_there_or_not(opening):
-    assert [item.text for item in parse_items(opening, 6, 7, ended=True)] == ["one", "two"]
+ONE_TWO = [Item("one", True), Item("two", True)]
+UNFINISHED = [Item("one", True), Item("two", False)]
+OPENINGS = ("6. one\n7. two", " one\n7. two", "\n6. one\n7. two", "Sure, here they are:\n\n6. one\n7. two")
+LINES = " Which?\nOptions:\n1. a\n2. b\n7. Where?\n1. here"
+READ = {  # by name: the text, the last number of the list, whether the text has ended, the items from number 6 on
+    **{f"first number {i}": (text, 7, True, ONE_TWO) for i, text in enumerate(OPENINGS)},
+    "followed by nothing": (" one\n7. two", 10, False, UNFINISHED),
+    "followed by more": (" one\n7. two\n8. and", 7, False, ONE_TWO),
+    "lines and numbers": (LINES, 10, True, [Item("Which?\nOptions:\n1. a\n2. b", True), Item("Where?\n1. here", True)]),
+    "out of order": (" one\n9. nine", 10, True, [Item("one\n9. nine", True)]),
+}
+for opening in ("", "\n", "Sure, here are two more:\n\n"):  # a list that begins with one counts from there
+    READ[f"{opening}1."] = (f"{opening}1. one\n2. two", 10, False, UNFINISHED)
+    READ[f"{opening}1. to 3."] = (f"{opening}1. one\n2. two\n3. three", 7, True, ONE_TWO)
 
 
-def test_only_an_item_that_something_follows_is_finished():
-    assert parse_items(" one\n7. two", 6, 10, ended=False) == [Item("one", True), Item("two", False)]
-    assert parse_items(" one\n7. two\n8. and", 6, 7, ended=False) == [Item("one", True), Item("two", True)]
-
-
-def test_an_item_keeps_its_lines_and_its_numbers():
-    text = " Which?\nOptions:\n1. a\n2. b\n7. Where?\n1. here"
-    assert [item.text for item in parse_items(text, 6, 10, True)] == ["Which?\nOptions:\n1. a\n2. b", "Where?\n1. here"]
-
-
-def test_numbers_out_of_order_stay_in_the_item_they_stand_in():
-    assert [item.text for item in parse_items(" one\n9. nine", 6, 10, True)] == ["one\n9. nine"]
-
-
-@pytest.mark.parametrize("opening", ["", "\n", "Sure, here are two more:\n\n"])
-def test_a_list_that_begins_with_one_counts_from_there(opening):
-    items = parse_items(f"{opening}1. one\n2. two", 6, 10, ended=False)
-    assert items == [Item("one", True), Item("two", False)]
-    assert [item.text for item in parse_items(f"{opening}1. one\n2. two\n3. three", 6, 7, True)] == ["one", "two"]
+@pytest.mark.parametrize(("text", "last", "ended", "items"), READ.values(), ids=READ)
+def test_a_list_is_read_item_by_item(text, last, ended, items):
+    assert parse_items(text, 6, last, ended) == items
 
 
 @pytest.mark.parametrize("text", [
@@ -71,7 +64,7 @@ def test_a_list_that_begins_with_one_counts_from_there(opening):
     "\n```python\none\n```\n7. two\nas ",
 ])  # fmt: skip
 def test_comments_and_backticks_are_no_part_of_an_item(text):
-    assert parse_items(text, 6, 10, False, ["a", "b"]) == [Item("one", True), Item("two", True)]
+    assert parse_items(text, 6, 10, False, ["a", "b"]) == ONE_TWO
 
 
 def test_inputs_have_line_breaks_and_backticks_as_the_seeds():

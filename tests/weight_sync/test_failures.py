@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-import multiprocessing
 import os
-import signal
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
@@ -15,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from kills import killed_at
 from tiny_runs import files, publish, same, weights, zeros
 
 from hf_ext import CheckpointError, CorruptFileError
@@ -145,19 +144,6 @@ def test_another_run_is_not_mixed_in(tmp_path: Path, caplog):
     assert "no longer holds the run" in caplog.text and same(tensors, weights(6))
 
 
-def test_another_run_may_have_other_tensors(tmp_path: Path):
-    kept, in_memory = Subscriber(tmp_path), Subscriber(tmp_path)
-    for rows, name in ((100, "x"), (300, "y"), (200, "x")):
-        for path in tmp_path.iterdir():
-            path.unlink()
-        x, tensors = torch.randn(rows, rows), {"x": torch.zeros(rows, rows).T}
-        with Publisher(tmp_path) as run:
-            run.publish({"x": x, name: x}, 0)
-        kept.update(tensors)
-        in_memory.update()
-        assert same(tensors, {"x": x}) and same(in_memory.tensors, {"x": x, name: x})
-
-
 def test_a_step_of_another_run_under_a_known_name_is_refused(tmp_path: Path, caplog):
     publish(tmp_path / "one", range(2), run="one")
     publish(tmp_path / "other", range(2), run="other")
@@ -256,31 +242,9 @@ def test_after_a_failed_write_the_next_step_holds_both_changes(tmp_path: Path, m
     assert not files(tmp_path, "step-00000001")
 
 
-def _publish_until_killed(place: Path, limit: int, first: int = 0) -> None:
-    left = limit
-    replace = os.replace
-
-    def dying(*paths: object) -> None:
-        nonlocal left
-        left -= 1
-        if left < 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        replace(*paths)
-
-    os.replace = dying
-    publish(place, range(first, 3), anchor_every=2, resume=first > 0)
-
-
-def publish_until_killed(*args: object) -> int | None:
-    child = multiprocessing.get_context("fork").Process(target=_publish_until_killed, args=args)
-    child.start()
-    child.join(60)
-    return child.exitcode
-
-
 @pytest.mark.parametrize("limit", range(9))
 def test_a_killed_publisher_leaves_whole_steps_and_goes_on(tmp_path: Path, limit: int):
-    assert publish_until_killed(tmp_path, limit) == (0 if limit > 7 else -signal.SIGKILL)
+    assert killed_at(limit, os, "replace", lambda: publish(tmp_path, range(3), anchor_every=2)) == (limit < 8)
     subscriber = Subscriber(tmp_path)
     for step in subscriber.steps():
         assert subscriber.update(step=step) == step and same(subscriber.tensors, weights(step))
@@ -293,7 +257,7 @@ def test_a_killed_publisher_leaves_whole_steps_and_goes_on(tmp_path: Path, limit
 @pytest.mark.parametrize("limit", range(3))
 def test_a_publisher_killed_while_replacing_leaves_whole_steps(tmp_path: Path, limit: int):
     publish(tmp_path, range(3), anchor_every=1, keep_anchors=1)
-    assert publish_until_killed(tmp_path, limit, 2) == -signal.SIGKILL
+    assert killed_at(limit, os, "replace", lambda: publish(tmp_path, range(2, 3), anchor_every=2, resume=True))
     subscriber = Subscriber(tmp_path)
     assert subscriber.steps() == [2]
     assert subscriber.update() == 2 and same(subscriber.tensors, weights(2))

@@ -66,13 +66,6 @@ def test_missed_steps_are_applied_in_one_update(tmp_path: Path):
     assert subscriber.step == 4 and same(subscriber.tensors, weights(4))
 
 
-def test_old_files_are_removed(tmp_path: Path):
-    publish(tmp_path, range(10), anchor_every=2, keep_anchors=1)
-    assert [name[:15] for name in files(tmp_path, "anchor")] == ["anchor-00000008"]
-    assert [name[:13] for name in files(tmp_path, "step")] == ["step-00000008", "step-00000009"]
-    assert not list(tmp_path.glob("*.partial"))
-
-
 def test_an_anchor_is_taken_if_that_is_less_to_read(tmp_path: Path):
     torch.manual_seed(0)
     subscriber, noise = Subscriber(tmp_path), [{"x": torch.randn(500, 100)} for _ in range(7)]
@@ -85,27 +78,6 @@ def test_an_anchor_is_taken_if_that_is_less_to_read(tmp_path: Path):
     for name in files(tmp_path, "step")[1:5]:
         (tmp_path / name).unlink()
     assert subscriber.update() == 6 and same(subscriber.tensors, noise[6])
-
-
-def test_floats_are_rounded_to_the_type_that_servers_hold(tmp_path: Path):
-    with Publisher(tmp_path, dtype=torch.bfloat16) as run:
-        run.publish(weights(0), 0)
-        run.publish(iter(weights(1).items()), 1)
-    subscriber = Subscriber(tmp_path)
-    subscriber.update()
-    expected = {name: x.bfloat16() if x.is_floating_point() else x for name, x in weights(1).items()}
-    assert same(subscriber.tensors, expected)
-
-
-def test_the_training_may_go_on_before_a_step_is_written(tmp_path: Path):
-    live = weights(0)
-    with Publisher(tmp_path) as run:
-        run.publish(live, 0)
-        for tensor in live.values():
-            tensor.zero_()
-    subscriber = Subscriber(tmp_path)
-    subscriber.update()
-    assert same(subscriber.tensors, weights(0))
 
 
 @pytest.mark.usefixtures("parts")

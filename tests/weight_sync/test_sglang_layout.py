@@ -6,14 +6,13 @@ import importlib.util
 import json
 import os
 import shutil
-import signal
 import sys
-from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 import torch
 import xxhash
+from kills import killed_at
 from safetensors.torch import load_file, save_file
 from tiny_runs import bits, same, weights
 
@@ -220,39 +219,15 @@ def test_a_gap_and_a_tensor_of_another_model_change_nothing(base: Path, place: P
     assert torch.equal(load_file(checkpoint.folder / "model.safetensors")["double"], weights(0)["double"])
 
 
-def die_after(monkeypatch: pytest.MonkeyPatch, module: object, name: str, calls: int, is_before: bool = True) -> None:
-    work, left = getattr(module, name), calls
-
-    def dying(*args: object) -> object:
-        nonlocal left
-        left -= 1
-        if left < 0:
-            if not is_before:
-                args[0][: args[0].size // 2] ^= 1
-            os.kill(os.getpid(), signal.SIGKILL)
-        return work(*args)
-
-    monkeypatch.setattr(module, name, dying)
-
-
-def killed(work, *args: object) -> bool:
-    child = get_context("fork").Process(target=work, args=args)
-    child.start()
-    child.join(60)
-    return child.exitcode == -signal.SIGKILL
-
-
 @pytest.mark.parametrize("anchor_every", [50, 2])
 @pytest.mark.parametrize(("calls", "is_torn"), [(0, False), (2, False), (2, True)])
-def test_a_killed_update_is_completed(base: Path, place: Path, monkeypatch, anchor_every: int, calls: int, is_torn: bool):
+def test_a_killed_update_is_completed(base: Path, place: Path, anchor_every: int, calls: int, is_torn: bool):
     """Whole tensors of two steps are told apart. A torn one needs a version with all weights. With `calls` 0, the step is
     read and checked, and nothing has changed."""
     publish(place, base, range(3), anchor_every=anchor_every)
     checkpoint = local(base, place)
     checkpoint.update(10)
-    with monkeypatch.context() as patch:
-        die_after(patch, sglang_layout, "_change", calls, is_before=not is_torn)
-        assert killed(checkpoint.update, 20)
+    assert killed_at(calls, sglang_layout, "_change", lambda: checkpoint.update(20), is_torn)
     assert not checkpoint.has(10) and not checkpoint.has(20)
     assert calls or has(checkpoint, 1)
     fresh = local(base, place)
@@ -266,10 +241,8 @@ def test_a_killed_update_is_completed(base: Path, place: Path, monkeypatch, anch
 
 
 @pytest.mark.parametrize("calls", range(5))
-def test_a_killed_publisher_leaves_whole_versions(base: Path, place: Path, monkeypatch, calls: int):
-    with monkeypatch.context() as patch:
-        die_after(patch, os, "rename", calls)
-        assert killed(lambda: publish(place, base, range(5), anchor_every=2, keep_anchors=1))
+def test_a_killed_publisher_leaves_whole_versions(base: Path, place: Path, calls: int):
+    assert killed_at(calls, os, "rename", lambda: publish(place, base, range(5), anchor_every=2, keep_anchors=1))
     checkpoint = local(base, place)
     for step in open_reader(place).steps()[-1:]:
         checkpoint.update(step)
@@ -288,15 +261,6 @@ def test_a_resumed_training_replaces_steps_that_it_repeats(base: Path, place: Pa
     checkpoint = local(base, place)
     checkpoint.update(20)
     assert has(checkpoint, 7)
-
-
-def test_what_another_program_changed_is_found(base: Path, place: Path):
-    publish(place, base, range(3))
-    checkpoint = local(base, place)
-    checkpoint.update(10)
-    save_file(weights(0), checkpoint.folder / "model.safetensors")
-    checkpoint.update(20)
-    assert has(checkpoint, 2)
 
 
 def test_publishers_that_cannot_write_it_say_so(base: Path, place: Path, tmp_path: Path, monkeypatch):

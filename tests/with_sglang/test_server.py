@@ -24,27 +24,19 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def expected(folder) -> dict[str, tuple[dict[str, str], str]]:
     """The states of plain models, by SGLang alone."""
-    server = RunningSGLang(folder / "one", folder / "plain.log", plugins="none")
-    try:
-        server.wait()
+    with RunningSGLang(folder / "one", folder / "plain.log", plugins="none") as server:
         states = {"one": server.state()}
         for model in sorted({*PLAIN.values()}):
             assert server.switch(folder / model)[0] == 200
             states[model] = server.state()
-        return states
-    finally:
-        server.stop()
+    return states
 
 
 @pytest.fixture(scope="module")
 def server(folder, expected) -> Iterator[RunningSGLang]:
     """It starts with a compressed model."""
-    server = RunningSGLang(folder / "small-one", folder / "server.log", plugins="hf_ext")
-    try:
-        server.wait()
+    with RunningSGLang(folder / "small-one", folder / "server.log", plugins="hf_ext") as server:
         yield server
-    finally:
-        server.stop()
 
 
 def test_it_starts_with_the_weights_of_the_plain_model(server, expected):
@@ -84,12 +76,8 @@ def test_a_merge_and_a_compressed_model_are_read_from_the_hub(folder, expected):
             hub.repos[f"user/{model}"] = repo = Repo(private=False)
             repo.add("main", Commit(None, model, files))
         environment = hub.client_env(folder / "home") | {"HF_HUB_OFFLINE": "0"}
-        server = RunningSGLang("user/merged", folder / "hub.log", plugins="hf_ext", **environment)
-        try:
-            server.wait()
+        with RunningSGLang("user/merged", folder / "hub.log", plugins="hf_ext", **environment) as server:
             assert server.state() == expected[f"merged-{TASKS[0]}"]
             for name, plain in [("user/small-two", "two"), (f"user/merged#{TASKS[1]}", f"merged-{TASKS[1]}")]:
                 assert server.switch(name)[0] == 200
                 assert server.state() == expected[plain]
-        finally:
-            server.stop()

@@ -38,12 +38,8 @@ def run(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def server(run: Path) -> Iterator[RunningSGLang]:
     """It has nothing of this package."""
-    server = RunningSGLang(run / "served", run / "server.log", plugins="none")
-    try:
-        server.wait()
+    with RunningSGLang(run / "served", run / "server.log", plugins="none") as server:
         yield server
-    finally:
-        server.stop()
 
 
 def states_of(run: Path, server: RunningSGLang) -> list:
@@ -78,16 +74,12 @@ def test_a_step_that_is_not_there_leaves_the_weights(run, server, expected):
 
 @pytest.mark.skipif(os.cpu_count() == 1, reason="each worker needs a core")
 def test_two_servers_one_of_two_workers_follow_one_folder(run, server, expected):
-    other = RunningSGLang(run / "served", run / "other.log", plugins="none", workers=2)
-    try:
-        other.wait()
+    with RunningSGLang(run / "served", run / "other.log", plugins="none", workers=2) as other:
         states = states_of(run, other)
         assert len(states[0][0]) == 2 and states[0][0] != states[1][0]
         servers = ["--checkpoint", str(run / "served"), "--server", server.url, other.url]
         assert main(["follow", str(run / "run"), *servers, "--stop-at-step", "2"]) == 0
         assert (server.state(), other.state()) == (expected[2], states[2])
-    finally:
-        other.stop()
 
 
 def test_the_command_reaches_the_last_step_past_a_damaged_one(run, server, expected):

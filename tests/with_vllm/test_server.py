@@ -34,12 +34,8 @@ def server(folder, expected) -> Iterator[VllmServer]:
     listed |= {f"task {task}": f"merged#{task}" for task in MERGED}
     listed |= {"baseless": "baseless", "torn": "torn", "other": "small-other", "mixed": "mixed", "no task": "small-one#one"}
     (folder / "models.json").write_text(json.dumps(listed))
-    server = VllmServer(folder / "small-one", folder / "server.log", models=str(folder / "models.json"))
-    try:
-        server.wait()
+    with VllmServer(folder / "small-one", folder / "server.log", models=str(folder / "models.json")) as server:
         yield server
-    finally:
-        server.stop()
 
 
 PLAIN = {"first": "one", "two": "two", "half": "half", "base": "base", **{f"task {task}": f"merged-{task}" for task in MERGED}}

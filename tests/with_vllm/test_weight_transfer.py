@@ -31,12 +31,8 @@ MODELS = ["base", "one", "two", "half", "base"]  # what the training has reached
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[VllmServer]:
-    server = VllmServer(folder / "two", folder / "transfer.log", *OPTIONS)
-    try:
-        server.wait()
+    with VllmServer(folder / "two", folder / "transfer.log", *OPTIONS) as server:
         yield server
-    finally:
-        server.stop()
 
 
 def weights(folder: Path, model: str) -> dict[str, torch.Tensor]:
@@ -147,9 +143,7 @@ def test_a_server_that_is_killed_before_the_commit_follows_again(folder: Path, e
         for step, model in enumerate(("one", "half")):
             run.publish(weights(folder, model), step)
     for is_killed in (True, False):
-        server = VllmServer(folder / "two", folder / "restarted.log", *OPTIONS)
-        try:
-            server.wait()
+        with VllmServer(folder / "two", folder / "restarted.log", *OPTIONS) as server:
             assert server.digests() == expected["two"]["digests"]
             remote = VLLMServer(server.url, place, api_key="secret")
             if is_killed:
@@ -161,8 +155,6 @@ def test_a_server_that_is_killed_before_the_commit_follows_again(folder: Path, e
             else:
                 assert follow(place, [remote], stop_at_step=1, poll_interval=0.01) == 1
                 assert server.digests() == expected["half"]["digests"] and version(server) == "1"
-        finally:
-            server.stop()
 
 
 class Worker(weight_transfer.PlaceEngine):
