@@ -82,7 +82,7 @@ def rows_of(name: str, tensor: torch.Tensor, parts: Parts) -> torch.Tensor:
     dtype = torch_dtype(header.dtype)
     if (tensor.dtype, tuple(tensor.shape)) != (dtype, part.shape):
         raise CheckpointError(
-            f"'{name}', which is published as {dtype} {list(part.shape)}, is {tensor.dtype} {list(tensor.shape)} here. Load the "
-            "model in the published type, or publish in this one: dtype=…, where the training publishes."
+            f"'{name}', which is published as {dtype} {list(part.shape)}, is {tensor.dtype} {list(tensor.shape)} here. Load "
+            "the model in the published type, or publish in this one: dtype=…, where the training publishes."
         )
     return torch.atleast_1d(tensor.detach())
