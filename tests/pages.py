@@ -198,7 +198,8 @@ def fm_delta_lora() -> dict[str, Any]:
 
 def emr() -> dict[str, Any]:
     classifiers("my-cola", "my-sst2")
-    classifiers("my-rte")  # moved as the first is, so that the others leave it enough
+    for folder in ("my-rte", "my-qnli"):  # moved as the first is, so that the others leave it enough
+        classifiers(folder)
     model = AutoModelForSequenceClassification.from_pretrained(BERT, num_labels=3)
     trained(model, LoraConfig(task_type="SEQ_CLS", target_modules=["query", "value"])).save_pretrained("my-mnli-lora")
     writers("my-sort", "my-trec")
