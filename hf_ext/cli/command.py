@@ -20,7 +20,7 @@ from hf_ext.integration import versions
 
 UNCHANGED = "nothing was changed"
 NOTHING = "nothing was written"
-RESUMABLE = "{out} has the finished part; run the command again to resume"
+RESUMABLE = "what is finished stays in {out}; run the command again to resume"
 
 
 class Command(typer.core.TyperCommand):
