@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import time
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
@@ -103,6 +105,7 @@ class Server:
             cwd=log.parent,
             stdout=log.open("w"),
             stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
 
     def __enter__(self) -> Self:
@@ -116,6 +119,8 @@ class Server:
     def __exit__(self, *error: object) -> None:
         self.process.terminate()
         self.process.wait(60)
+        with suppress(ProcessLookupError):  # the processes of a server that a test killed
+            os.killpg(self.process.pid, signal.SIGKILL)
 
     def _wait(self) -> None:
         for _ in range(600):
