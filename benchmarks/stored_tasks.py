@@ -222,11 +222,11 @@ def measured(tasks: Tasks, point: Point, hits: Measure, single: Result | None) -
 
 
 def results_of(tasks: Tasks, bits: Sequence[float], hits: Measure, folder: Path) -> dict[str, Result]:
-    """Returns the result of each method for one seed. Those in the folder's results.json are not measured again."""
+    """Returns the result of each method for one seed. Does not measure again what results.json has of this size."""
     file, results = folder / "results.json", {}
     stored = json.loads(file.read_text()) if file.exists() else {}
     for point in points(tasks, bits, folder):
-        if point.name in stored:
+        if point.name in stored and stored[point.name][0] == point.bits:
             size, right, relative = stored[point.name]
             result = Result(size, {task: np.array(row) for task, row in right.items()}, relative)
         else:

@@ -16,7 +16,7 @@ python=${VENV:-.venv}/bin/python
 "$python" benchmarks/commands.py lm/base lm/lora lm/full
 "$python" benchmarks/weight_sync.py --lm lm
 "$python" benchmarks/emr.py --pairs pairs --data "$DATA" --test 500
-"$python" benchmarks/emr_generation.py --lm lm --data "$DATA" --bbh "$BBH" --out generation --test 300 --bits 0.1 0.25 1.0 --bf16
+"$python" benchmarks/emr_generation.py --lm lm --data "$DATA" --bbh "$BBH" --out generation generation-1 --test 300 --bf16
 "$python" benchmarks/attacks.py
 "$python" benchmarks/pissa.py
 "$python" benchmarks/pissa_training.py --data "$DATA" --lm lm --out pissa-runs
