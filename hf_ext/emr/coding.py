@@ -23,10 +23,9 @@ from hf_ext.storage.source import TensorSource
 
 CHUNK = 1 << 20  # values worked on at a time
 ROUNDS, CODINGS = 10, 6  # steps that are tried at most on a sample, and on the whole model
-BESIDE, POWERS = 1.15, 4  # quotient of steps of which each tensor may take one, and its largest power in a round
-# Until the size is right: rounds in which the sample says what other steps would take, then quotients of two steps that are
-# measured on the whole model, of which each tensor may take one.
-CLOSE = (*[0.0] * 8, 1.25, 1.001)
+GUESSES = 8  # rounds at most in which some tensors take a step that the sample suggests
+BESIDE, POWERS = 1.15, 4  # quotient of such steps, and its largest power in a round
+CLOSE = 1.25, 1.001  # quotients of two measured steps of which each tensor may take one; the second if the first is too rough
 EXACT = 2.0**-60  # for a task that changes no tensor
 
 
@@ -90,23 +89,24 @@ class CodedTask(NewTask):
             if sampled[size] > most and sample.is_lost(size) and not is_limit and not options.accept_conflicts:
                 require_closer({self.model.task: (1.0, 0.0)}, are_coded=True)
             measure(size)
-        for close in CLOSE:
-            written = 8 * self.coded_bytes / values
-            if (1 - NEAR) * aim <= written <= most:
-                return
-            if close:
-                self._bits = dict(self._measured)
-            else:
-                self._guess(sample, written < aim, most * values)
+
+        def is_near() -> bool:
+            return (1 - NEAR) * aim <= 8 * self.coded_bytes / values <= most
+
+        def take(rounds: int, close: float) -> None:
             tried = {size: sum(bits.values()) / values for size, bits in self._bits.items()}
-            chosen = search(measure, first, aim, most, CODINGS if close else 0, tried, close)
-            bits, steps = dict(self._bits[chosen]), dict.fromkeys(self.tensors, sample.step(chosen))
-            for size in sorted((size for size in self._bits if size < chosen), reverse=True):
-                fine = [name for name, step in self._steps.items() if step.size == size]
-                for name in those_finer(bits, self._bits[size], aim * values, fine):
-                    bits[name], steps[name] = self._bits[size][name], sample.step(size)
-            for name, size in self._write(steps).items():
-                self._bits[steps[name].size][name] = size
+            self._mix(sample, search(measure, first, aim, most, rounds, tried, close), aim * values)
+
+        for _ in range(GUESSES):
+            if is_near():
+                return
+            self._guess(sample, 8 * self.coded_bytes / values < aim, most * values)
+            take(0, 1)
+        self._bits = dict(self._measured)
+        for close in CLOSE:
+            if is_near():
+                return
+            take(CODINGS, close)
 
     def _guess(self, sample: Sample, is_small: bool, most: float) -> None:
         """Guesses, from the sample, the tensors' bits in a step beside those that were tried: one at which they take more than
@@ -120,6 +120,16 @@ class CodedTask(NewTask):
             self._bits[beside] = {name: factors[name] * bits for name, bits in self._bits[edge].items()}
             if edge not in self._measured and edge not in {step.size for step in self._steps.values()}:
                 del self._bits[edge]
+
+    def _mix(self, sample: Sample, chosen: float, wanted: float) -> None:
+        """Writes the tensors in the chosen step. Some take finer steps that were tried, so that all take `wanted` bits."""
+        bits, steps = dict(self._bits[chosen]), dict.fromkeys(self.tensors, sample.step(chosen))
+        for size in sorted((size for size in self._bits if size < chosen), reverse=True):
+            written = [name for name, step in self._steps.items() if step.size == size]
+            for name in those_finer(bits, self._bits[size], wanted, written):
+                bits[name], steps[name] = self._bits[size][name], sample.step(size)
+        for name, amount in self._write(steps).items():
+            self._bits[steps[name].size][name] = amount
 
     def coded_record(self, elected: str, config: str) -> TaskRecord:
         """Returns the record of the task's file, see `record`."""

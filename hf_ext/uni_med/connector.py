@@ -213,8 +213,10 @@ class Connector(nn.Module):
         Args:
             features: (images, height * width, vision_size).
             grid: height and width.
-            tasks: (images,), the index of each image's task, required if `needs_task`.
+            tasks: (images,), the index of each image's task.
         """
+        if self.needs_task and tasks is None:
+            raise ValueError("This connector routes by task: pass task= to the processor, or image_tasks to the model.")
         tasks = None if tasks is None else tasks.to(features.device)
         x = resample(features, grid, self.resampling, self.resampling_rate)
         images, count, _ = x.shape
@@ -225,7 +227,7 @@ class Connector(nn.Module):
         if self.routing == "constant":
             weights = x.new_full(shape, 1 / self.num_experts)
         elif self.router is None:
-            assert tasks is not None  # `needs_task`
+            assert tasks is not None  # checked above
             weights = F.one_hot(tasks, self.num_experts)[:, None].to(x.dtype).expand(shape)
         else:
             logits = self.router(x, None if self.task_tokens is None else self.task_tokens[tasks]).expand(shape)

@@ -206,7 +206,7 @@ def test_damaged_bodies_never_give_another_tensor() -> None:
     rng = np.random.default_rng(7)
     tensor, base = fine_tune(rng, 5 * 64, BF16)
     body = recoded(encode(tensor, base, BF16, 64), 2, base, BF16, 320, 64, 320)
-    for place in rng.integers(len(body), size=6):
+    for place in rng.integers(len(body), size=12):
         damaged = bytearray(body)
         damaged[place] ^= 1 << rng.integers(8)
         with suppress(ValueError):  # its sizes do not fit

@@ -121,9 +121,10 @@ def test_only_routing_by_task_requires_a_task():
     for options in ({"kind": "mlp"}, {"router": "constant"}, {"router_input": "token"}):
         model = connector(**options)
         assert torch.equal(model(features, grid)[0], model(features, grid, tasks)[0])
-        assert model.task_tokens is None and not model.needs_task
+        assert model.task_tokens is None
     for options in ({}, {"router_input": "task"}, {"router": "hard"}, {"router": "sparse"}):
-        assert connector(**options).needs_task
+        with pytest.raises(ValueError, match="routes by task"):
+            connector(**options)(features, grid)
 
 
 def test_the_start_is_that_of_linear_layers():
