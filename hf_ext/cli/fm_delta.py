@@ -165,7 +165,7 @@ def extract_lora(
     ] = None,
     energy: Annotated[
         float | None,
-        option("--energy", "Share of the adapted layers' change to keep (0 to 1), with the smallest adapter.", "SHARE", min=0, max=1),
+        option("--energy", "Share of the adapted layers' change that the smallest adapter keeps.", "SHARE", min=0, max=1),
     ] = None,
     max_size: Annotated[
         str | None, option("--max-size", "Size of the adapter, such as 50MB, with the most energy.", "SIZE")
