@@ -106,20 +106,34 @@ def dying_at(n: int, folder: Path, work: Callable[[], object], fail: bool = Fals
     return in_child(watched)
 
 
-def killed(folder: Path, start: Path | None, work: Callable[[], object], stride: int, fail: bool = False) -> Iterator[int]:
+def killed(
+    folder: Path,
+    start: Path | None,
+    work: Callable[[], object],
+    stride: int,
+    fail: bool = False,
+    is_changed: Callable[[], bool] | None = None,
+) -> Iterator[int]:
     """Runs `work` again and again, each time with `folder` as a copy of `start` (absent, if None) and killed `stride` steps
     later. Yields the step after each kill; ends after the first run that was not killed, which must raise nothing. With `fail`
-    the step raises OSError instead, and `work` must raise a CheckpointError that names the folder."""
-    for step in range(1, 1000, stride):
+    the step raises OSError instead, and `work` must raise a CheckpointError that names the folder. With `is_changed`, kills at
+    each step from the one on that changes the folder."""
+    step = 1
+    while step < 1000:
         shutil.rmtree(folder, ignore_errors=True)
         if start:
             shutil.copytree(start, folder)
         code, answer = dying_at(step, folder, work, fail)
-        if code == 0 and not (fail and re.match(f"CheckpointError: .*{re.escape(str(folder))}", answer)):
+        is_over = code == 0 and not (fail and re.match(f"CheckpointError: .*{re.escape(str(folder))}", answer))
+        if not is_over:
+            assert fail or code == -signal.SIGKILL, (step, code, answer)
+            yield step
+        if is_changed and stride > 1 and (is_over or is_changed()):
+            step, stride = step - stride, 1
+        elif is_over:
             assert step > 10 and not re.match(r"\w+Error:|no answer|$", answer), answer
             return
-        assert fail or code == -signal.SIGKILL, (step, code, answer)
-        yield step
+        step += stride
     raise AssertionError("the work takes more steps than expected")
 
 
