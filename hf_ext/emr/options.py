@@ -37,11 +37,9 @@ class MergeOptions:
         bits, size = self.bits, self.size
         given = [name for name, value in (("bits", bits), ("size", size)) if value is not None]
         if given and not self.is_coded:
-            raise CheckpointError(
-                f"{' and '.join(given)}: only the method {CODED!r} has a size to choose. Add method={CODED!r}."
-            )
+            raise CheckpointError(f"Only the method {CODED!r} takes {' and '.join(given)}. Choose it, or leave them out.")
         if self.is_coded and self.rescale != RESCALE[0]:
-            raise CheckpointError(f"rescale={self.rescale!r}: only the method {ELECTED!r} rescales. Add method={ELECTED!r}.")
+            raise CheckpointError(f"Only the method {ELECTED!r} takes rescale. Choose it, or leave rescale out.")
         if len(given) > 1:
             raise CheckpointError("bits and size are given; give one of them.")
         if bits is not None and not (isinstance(bits, Real) and not isinstance(bits, bool) and LEAST_BITS <= bits <= 64):

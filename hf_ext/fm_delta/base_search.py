@@ -82,9 +82,10 @@ class BaseReport:
         """
         if self.verdict != "sure":
             why = f" ({self.candidates[0].why})" if self.candidates and len(self.nearest) < 2 else ""
+            shows = "--verbose` shows how the candidates compare." if self.candidates else "FOLDER …` searches your folders."
             raise BaseModelError(
-                f"{self.summary().removesuffix('.')}{why}. Give the base by name: --base (in Python: base=); "
-                f"hf-ext find-base {self.src} --verbose shows how the candidates compare."
+                f"{self.summary().removesuffix('.')}{why}. Give the base by name: --base (in Python: base=). "
+                f"`hf-ext find-base {self.src} {shows}"
             )
         return self.candidates[0]
 

@@ -89,8 +89,8 @@ class BatchReport:
                 reasons.setdefault(reason.replace(model.source, "FOLDER"), []).append(model)
         notes = []
         for reason, models in reasons.items():
-            names, same = ", ".join(model.name for model in models), " (the others likewise)" if len(models) > 1 else ""
-            notes.append(f"{names}: {reason.replace('FOLDER', models[0].source)}{same}")
+            names, text = ", ".join(model.name for model in models), reason.replace("FOLDER", models[0].source)
+            notes.append(f"{names}: {text}{' (the others likewise)' if len(models) > 1 and text != reason else ''}")
         header = ("model", "original", "compressed", "ratio", "seconds", "base", "state")
         return "\n\n".join([table(header, rows), *notes, self.summary()])
 

@@ -71,8 +71,8 @@ def test_what_cannot_be_coded_is_one_error_and_nothing_is_written(tmp_path, monk
         ({"bits": True}, "out of range"),
         ({"size": "20KB"}, "A folder of 20000 bytes is too small: .* Give at least"),
         ({"bits": 0.5, "size": "1MB"}, "bits and size are given; give one"),
-        ({"method": "emr", "bits": 1}, "bits: only the method 'switch'"),
-        ({"rescale": "paper"}, "rescale='paper': only the method 'emr' rescales"),
+        ({"method": "emr", "bits": 1}, "Only the method 'switch' takes bits"),
+        ({"rescale": "paper"}, "Only the method 'emr' takes rescale"),
         ({"method": "dare"}, "choose one of: switch, emr"),
         ({"method": "emr", "rescale": "layer"}, "tensor, paper, tensor_mean"),
     ):
