@@ -49,6 +49,11 @@ class Step(NamedTuple):
         return min(max(size, LEAST_STEP), MOST_STEP)
 
 
+def finest(first: float) -> float:
+    """Returns the smallest step that `search` tries, given the first."""
+    return max(first / FARTHEST, LEAST_STEP)
+
+
 def search(
     measure: Callable[[float], float],
     step: float,
@@ -61,7 +66,7 @@ def search(
     """Returns the step at which `measure`, which falls as the step grows, gives nearly `wanted` and at most `most`: the
     smallest that was tried, or the largest if all give too much. Tries `step` first, and `rounds` steps at most, none between
     two whose quotient is `close`. `tried` are the amounts that are known, by step; it receives those that are measured."""
-    limits = max(step / FARTHEST, LEAST_STEP), min(step * FARTHEST, MOST_STEP)
+    limits = finest(step), min(step * FARTHEST, MOST_STEP)
     for jump in range(1, rounds + 1):
         above = max((size for size, amount in tried.items() if amount > most), default=0.0)
         below = min((size for size, amount in tried.items() if amount <= most), default=math.inf)

@@ -162,6 +162,14 @@ def test_the_names_of_a_small_model_count(tmp_path, bits):
     assert coded_alone(tmp_path, weights(), fine_tune(weights()), bits=bits).bits == pytest.approx(bits, rel=0.05)
 
 
+def test_a_task_that_takes_less_than_asked_in_any_step_is_coded_once(tmp_path, monkeypatch):
+    counts, write = [], coding.CodedTask._write
+    monkeypatch.setattr(coding.CodedTask, "_write", lambda task, planned: counts.append(len(planned)) or write(task, planned))
+    base = weights(torch.bfloat16)
+    assert coded_alone(tmp_path, base, fine_tune(base), bits=12).bits < 11
+    assert len(counts) == 1
+
+
 def test_float64_is_refused(tmp_path):
     base = weights(torch.float64)
     with pytest.raises(CheckpointError, match="is of type float64, which cannot be coded. Save the model in float32"):
