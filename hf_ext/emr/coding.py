@@ -13,7 +13,7 @@ from hf_ext.emr.checks import TaskModel, require_closer, require_fine_tune
 from hf_ext.emr.modulators import CODE, TaskRecord
 from hf_ext.emr.new_task import NewTask
 from hf_ext.emr.options import LEAST_BITS, MergeOptions
-from hf_ext.emr.steps import NEAR, Sample, Step, finest, search, those_finer
+from hf_ext.emr.steps import NEAR, Sample, Step, limits, search, those_finer
 from hf_ext.errors import CheckpointError
 from hf_ext.storage.delta.coarse import coarsened
 from hf_ext.storage.native import WIDTHS, cast
@@ -90,9 +90,13 @@ class CodedTask(NewTask):
                 require_closer({self.model.task: (1.0, 0.0)}, are_coded=True)
             measure(size)
 
-        def is_near() -> bool:  # or smaller, if no step takes more
+        finest, coarsest = limits(first)
+
+        def is_near() -> bool:  # or as near as any step comes
             bits = 8 * self.coded_bytes / values
-            return bits <= most and (bits >= (1 - NEAR) * aim or min(self._measured) <= finest(first))
+            if bits > most:
+                return max(self._measured) >= coarsest
+            return bits >= (1 - NEAR) * aim or min(self._measured) <= finest
 
         def take(rounds: int, close: float) -> None:
             tried = {size: sum(bits.values()) / values for size, bits in self._bits.items()}

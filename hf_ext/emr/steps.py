@@ -49,9 +49,9 @@ class Step(NamedTuple):
         return min(max(size, LEAST_STEP), MOST_STEP)
 
 
-def finest(first: float) -> float:
-    """Returns the smallest step that `search` tries, given the first."""
-    return max(first / FARTHEST, LEAST_STEP)
+def limits(first: float) -> tuple[float, float]:
+    """Returns the smallest and the largest step that `search` tries, given the first."""
+    return max(first / FARTHEST, LEAST_STEP), min(first * FARTHEST, MOST_STEP)
 
 
 def search(
@@ -66,7 +66,7 @@ def search(
     """Returns the step at which `measure`, which falls as the step grows, gives nearly `wanted` and at most `most`: the
     smallest that was tried, or the largest if all give too much. Tries `step` first, and `rounds` steps at most, none between
     two whose quotient is `close`. `tried` are the amounts that are known, by step; it receives those that are measured."""
-    limits = finest(step), min(step * FARTHEST, MOST_STEP)
+    finest, coarsest = limits(step)
     for jump in range(1, rounds + 1):
         above = max((size for size, amount in tried.items() if amount > most), default=0.0)
         below = min((size for size, amount in tried.items() if amount <= most), default=math.inf)
@@ -79,8 +79,8 @@ def search(
             *_, before, last = [math.nan, *sorted(tried, reverse=above == 0)]
             factor = (max(tried[last], TINY) / wanted) ** 0.75 * (1.1 if above else 0.9)
             is_flat = abs(tried[last] - tried.get(before, math.inf)) < FLAT * wanted
-            step = limits[above > 0] if is_flat else last * min(max(factor, 8.0**-jump), 8.0**jump)
-            step = min(max(step, limits[0]), limits[1])
+            step = (coarsest if above else finest) if is_flat else last * min(max(factor, 8.0**-jump), 8.0**jump)
+            step = min(max(step, finest), coarsest)
         if step in tried:
             break
         tried[step] = measure(step)
