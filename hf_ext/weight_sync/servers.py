@@ -282,7 +282,7 @@ def follow(
                 steps = reading.result(reader.steps, "The place is read again.")
                 newest = max(steps or (), default=-1)
                 if steps == [] and is_first_look:
-                    tell(f"{place} has no steps yet. Waiting for the first.")
+                    tell(f"{place} has no steps yet, or does not exist. Waiting for the first.")
                 is_first_look = is_first_look and steps is None
             loading = {sources[number]: step for number, (step, _) in running.items()}
             for number, server in enumerate(servers):

@@ -111,7 +111,7 @@ class Subscriber:
             return self.tensors
         tensors = {checkpoint_name(name): tensor for name, tensor in named_tensors.items()}
         if other := sorted(tensors.keys() - layout.keys()):
-            raise CheckpointError(f"Nothing is published at {self.place} for the tensor '{other[0]}'.")
+            raise CheckpointError(f"Nothing is published at {self.place} for the tensor '{other[0]}'. Is it the same model?")
         if strict and (missing := sorted(layout.keys() - tensors.keys())):
             raise CheckpointError(f"'{missing[0]}', which {self.place} publishes, is not among the tensors given.")
         return {name: tensors[name] for name in layout if name in tensors}

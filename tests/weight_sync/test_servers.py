@@ -190,7 +190,7 @@ def test_following_waits_for_the_first_step_and_says_so(http: ThreadingHTTPServe
         messages.append(text)
 
     assert follow(tmp_path, [VLLMServer(http.url, tmp_path)], stop_at_step=0, poll_interval=0.01, tell=tell) == 0
-    assert messages[0] == f"{tmp_path} has no steps yet. Waiting for the first."
+    assert messages[0] == f"{tmp_path} has no steps yet, or does not exist. Waiting for the first."
     assert len(messages) == 2 and messages[1].startswith(f"{http.url} is at step 0 (")
 
 
