@@ -161,9 +161,12 @@ def report_of(opened: Sequence[tuple[str, CompressedFile]]) -> CheckpointReport:
         for place, file in opened
         for name, header in sorted(file.headers.items(), key=lambda item: _natural(item[0]))
     ]
-    files, (base, revision) = [file for _, file in opened], base_of(opened[0][1], opened[0][1].path.parent)
+    place, first = opened[0]
+    files, (base, revision) = [file for _, file in opened], base_of(first, first.path.parent)
+    if base and place:  # a component: names the base of the pipeline, as seen from the pipeline's folder
+        base = base.removesuffix(f"/{place}").removeprefix("../" if base.startswith(os.pardir) else "")
     return CheckpointReport(
-        base and str(base).removesuffix(f"/{opened[0][0]}"),
+        base,
         revision,
         tensors,
         original_bytes=sum(map(original_size, files)),

@@ -224,10 +224,17 @@ def absolute(name: str | os.PathLike) -> str:
 
 
 def name_from(folder: Path, base: str) -> str:
-    """Returns the name by which a folder records its base, which is an absolute path or a Hub id: a relative path if the base
-    lies beside the folder, so that both can move together."""
-    beside = os.path.isabs(base) and os.path.realpath(os.path.dirname(base)) == os.path.dirname(os.path.realpath(folder))
-    return os.path.join(os.pardir, os.path.basename(base)) if beside else base
+    """Returns the name by which a folder records its base, which is an absolute path or a Hub id: a relative path if the base,
+    or the pipeline that it is a component of, lies beside the folder or beside the one above, so that all can move together."""
+    if not os.path.isabs(base):
+        return base
+    place, name = os.path.split(base)
+    if os.path.exists(os.path.join(place, PIPELINE)):
+        place, pipeline = os.path.split(place)
+        name = os.path.join(pipeline, name)
+    parent = Path(os.path.realpath(folder)).parent
+    above = {str(parent.parent): os.path.join(os.pardir, os.pardir), str(parent): os.pardir}.get(os.path.realpath(place))
+    return os.path.join(above, name) if above else base
 
 
 def absolute_path(path: str | os.PathLike) -> str:

@@ -159,7 +159,10 @@ def _moved_base(recorded: BaseInfo, is_beside: bool) -> Checkpoint | None:
     `BASES`, or, if config.json names it by its place beside the folder, that at the absolute path in the weights' files."""
     listed = [Path(place) for place in os.environ.get(BASES, "").split(os.pathsep) if place]
     places = [Path(recorded.name)] if is_beside and os.path.isabs(recorded.name) else []
-    for place in (*places, *(path for folder in listed for path in (folder, *sorted(folder.glob("*"))))):
+    for folder in listed:  # the last are components of pipelines
+        models = sorted(folder.glob("*"))
+        places += [folder, *models, *(model / Path(recorded.name).name for model in models)]
+    for place in places:
         with contextlib.suppress(HfExtError, OSError):  # it holds no model, or one that cannot be read
             weights = Checkpoint(place)
             source = weights if weights.kind is Kind.PLAIN else open_shards(weights.files)[0]

@@ -116,10 +116,18 @@ def test_rebase_changes_config_json_alone(stored, tmp_path, capsys):
     assert contents(small) == before
 
 
-def test_rebase_takes_a_pipeline(tmp_path):
-    small, base = compressed_pipeline(tmp_path)
+def test_a_pipeline_moves_with_its_base_or_finds_it(tmp_path, monkeypatch):
+    small, base = compressed_pipeline(tmp_path / "work")
     rebase(small, base)
-    assert fm_delta.inspect(small).base == str(base) and fm_delta.verify(small) > 5
+    assert storage_settings(small / "unet")["base"] == "../../elsewhere/unet"
+    assert fm_delta.inspect(small).base == "../elsewhere" and fm_delta.verify(small) > 5
+    (tmp_path / "work").rename(tmp_path / "moved")
+    assert fm_delta.verify(tmp_path / "moved/small") > 5
+    shutil.move(tmp_path / "moved/elsewhere", tmp_path / "bases/base")
+    with pytest.raises(BaseModelError, match="no folder"):
+        fm_delta.verify(tmp_path / "moved/small")
+    monkeypatch.setenv(BASES, str(tmp_path / "bases"))
+    assert fm_delta.verify(tmp_path / "moved/small") > 5
 
 
 def test_rebase_rejects_all_but_the_same_model(stored, tmp_path, monkeypatch):
@@ -143,11 +151,12 @@ def test_rebase_rejects_all_but_the_same_model(stored, tmp_path, monkeypatch):
 def test_compress_says_that_a_path_will_not_travel(tmp_path, capsys):
     src, base = pair(tmp_path)
     arguments = ["compress", str(src), "--base", str(base), "--out"]
-    assert main([*arguments, str(tmp_path / "deeper/small")]) == 0
+    assert main([*arguments, str(tmp_path / "far/deeper/small")]) == 0
     assert capsys.readouterr().out.endswith(
         f"The base is recorded as {base}, which other machines lack. Record its Hub id with --base-id, or put OUT "
         "beside the base: then both can move together.\n"
     )
-    for more in (["beside"], ["deeper/id", "--base-id", "org/base"]):
-        assert main([*arguments, str(tmp_path / more[0]), *more[1:], "--json"]) == 0
-        assert json.loads(capsys.readouterr().out)["base"] == (more[-1] if more[1:] else "../base")
+    for out, recorded in {"beside": "../base", "deeper/small": "../../base", "deeper/id": "org/base"}.items():
+        more = ["--base-id", recorded] if out == "deeper/id" else []
+        assert main([*arguments, str(tmp_path / out), *more, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["base"] == recorded
