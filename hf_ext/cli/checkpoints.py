@@ -20,8 +20,8 @@ Stored = Annotated[str, argument("SRC", "Compressed folder, folder of a merge, o
 @section.command(
     "show sizes of tensors, or how close tasks are to their models",
     "  hf-ext inspect my-bert-small --plot sizes.png\n  hf-ext inspect my-bert-merged --json",
-    "The first example below is for a compressed model, the second for a merge. The base is not required. --verbose adds "
-    "a row for each tensor. docs/emr.md explains the columns for a merge.",
+    "The first example below is for a compressed model, the second for a merge. The base is not required. Of a "
+    "compressed model, --verbose adds a row for each tensor. docs/emr.md explains the columns for a merge.",
 )
 def inspect(
     src: Annotated[str, argument("SRC", "Compressed folder or file, folder of a merge, or the id of one on the Hub.")],

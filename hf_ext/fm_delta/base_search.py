@@ -187,7 +187,7 @@ def require_related(src: str | os.PathLike, base: str | os.PathLike, revision: s
         opened = open_counterpart(base, place, revision, stored.quantization)
         if reason := unrelated(stored.tensors(), opened, bool(stored.quantization)):
             raise BaseModelError(
-                f"{reason} `hf-ext find-base {src}` looks for the base; --no-base compresses without one. In Python, "
+                f"{reason} `hf-ext find-base {src}` looks for the base; `hf-ext compress --no-base` needs none. In Python, "
                 "fm_delta.compress_checkpoint accepts every base."
             )
 

@@ -9,6 +9,8 @@ from typing import Any
 
 from hf_ext.display import megabytes, percent, table
 
+MOST_ENDINGS = 8  # of names that a summary lists
+
 
 class _Kept:
     """The share of a change that a LoRA keeps."""
@@ -112,14 +114,18 @@ class LoraReport(_Kept):
         return "\n".join(lines)
 
     def _omissions(self) -> str:
-        """Returns the number of changed tensors that the adapter does not carry, by the ends of their names."""
+        """Returns the numbers of changed tensors that the adapter does not carry, by the ends of their names: those that changed
+        most or cannot be compared first, and at most `MOST_ENDINGS`."""
         groups: dict[str, list[float | None]] = {}
         for name, energy in self.omitted.items():
             groups.setdefault(".".join(name.split(".")[-2:]), []).append(energy)
         whole_change = self.change + sum(energy or 0 for energy in self.omitted.values())
+        ordered = sorted(groups.items(), key=lambda group: -sum(math.inf if energy is None else energy for energy in group[1]))
         texts = []
-        for ending, energies in groups.items():
+        for ending, energies in ordered[:MOST_ENDINGS]:
             compared = [energy for energy in energies if energy is not None]
             share = f" ({percent(sum(compared) / whole_change)} of the whole change)" if len(compared) == len(energies) else ""
             texts.append(f"{len(energies)} × {ending}{share}")
+        if rest := sum(len(energies) for _, energies in ordered[MOST_ENDINGS:]):
+            texts.append(f"{rest} other tensors")
         return ", ".join(texts)

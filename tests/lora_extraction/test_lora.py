@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from hf_ext import BaseModelError, CheckpointError, HfExtError, fm_delta
 from hf_ext.cli.main import main
 from hf_ext.lora_extraction.extract import read_texts
 from hf_ext.lora_extraction.factors import Aim, Spectrum
+from hf_ext.lora_extraction.report import LayerLora, LoraReport
 
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore:{text}")
@@ -85,6 +87,12 @@ def test_changed_experts_are_named_in_the_report(tmp_path, build):
     assert {name for name in with_norms.omitted if ".experts." in name} < report.omitted.keys() and with_norms.whole
     assert not any("experts" in name for name in products(loaded(base, tmp_path / "lora")))
     assert "Not in the adapter: " in report.summary()
+
+
+def test_a_summary_lists_the_largest_changes_that_are_left_out():
+    omitted = {f"block.{name}.bias": float(i) for i, name in enumerate("abcdefghij")} | {"block.new.bias": None}
+    text = LoraReport([LayerLora("block.q", 1, 4.0, 4.0, 8)], 8, 16, omitted=omitted).summary()
+    assert re.findall(r"\d+ × (\w+)\.bias", text) == ["new", *"jihgfed"] and text.endswith(", 3 other tensors")
 
 
 @pytest.mark.parametrize("few", [True, False], ids=["few", "most"])
