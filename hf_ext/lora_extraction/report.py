@@ -114,8 +114,8 @@ class LoraReport(_Kept):
         return "\n".join(lines)
 
     def _omissions(self) -> str:
-        """Returns the numbers of changed tensors that the adapter does not carry, by the ends of their names. Those that changed
-        most, or cannot be compared, come first."""
+        """Returns the numbers of changed tensors that the adapter does not carry, by the ends of their names. Those that
+        changed most, or cannot be compared, come first."""
         groups: dict[str, list[float | None]] = {}
         for name, energy in self.omitted.items():
             groups.setdefault(".".join(name.split(".")[-2:]), []).append(energy)
