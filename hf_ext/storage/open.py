@@ -84,7 +84,6 @@ def open_base(
     named = base_of(files[0], folder)
     name, revision = named if base is None else (base, revision)
     is_named, is_beside = name == named[0], str(name).startswith(os.pardir)
-    advice = MOVED if is_named else "Give a folder or Hub id of that base."
     if recorded is None:
         if name is not None:
             raise BaseModelError(
@@ -104,7 +103,8 @@ def open_base(
         # One that is there but damaged stays an error, and so does another one that the caller names.
         moved = None if os.path.isdir(name) or not is_named else _moved_base(recorded, is_beside)
         if moved is None:
-            message = f"The base model {recorded} is needed to read this checkpoint, {this}. {error} {advice}"
+            advice = f" {MOVED}" if is_named else ""
+            message = f"The base model {recorded} is needed to read this checkpoint, {this}. {error}{advice}"
             raise BaseModelError(message) from error
         weights = moved
     if weights.kind is Kind.MERGE:
@@ -116,6 +116,7 @@ def open_base(
         shards = open_shards(weights.files)
         source = DeltaCheckpoint(shards, open_base(shards, hub=hub, opened=weights, readers=readers), weights)
     if source.fingerprint != recorded.fingerprint:
+        advice = MOVED if is_named else "Give a folder or Hub id of that base."
         raise BaseModelError(
             f"This checkpoint, {this}, was compressed against {recorded} (fingerprint {recorded.fingerprint}), but "
             f"{source} is another model or revision (fingerprint {source.fingerprint}). {advice}"
