@@ -1,6 +1,6 @@
 """Fine-tune a classifier, compress it against its base, push it, load it in another process, and compare the results.
 
-    python examples/compress_and_push.py                           # needs no Hub, two minutes on a laptop
+    python examples/compress_and_push.py                           # needs no Hub, four minutes on two cores
     python examples/compress_and_push.py --model_name_or_path google-bert/bert-base-uncased \
         --dataset_name nyu-mll/glue --dataset_config_name sst2 --text_column sentence --hub_model_id me/bert-sst2
     python examples/compress_and_push.py --checkpoint my-fine-tune --model_name_or_path my-base --data DIR --task trec

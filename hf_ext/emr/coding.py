@@ -83,20 +83,20 @@ class CodedTask(NewTask):
             measure(EXACT)  # nothing changed
             return
         aim, most = ((1 - NEAR / 2) * wanted, wanted) if is_limit else (wanted, (1 + NEAR) * wanted)
+        finest, coarsest = limits(first)
         if not self._measured:
             sampled: dict[float, float] = {}
             size = search(sample.measure, first, aim, most, ROUNDS, sampled)
             if sampled[size] > most and sample.is_lost(size) and not is_limit and not options.accept_conflicts:
                 require_closer({self.model.task: (1.0, 0.0)}, are_coded=True)
-            measure(size)
-
-        finest, coarsest = limits(first)
+            is_most = sampled[size] < (1 - NEAR) * aim and sample.measure(finest) < (1 - NEAR) * aim
+            measure(finest if is_most else size)
 
         def is_near() -> bool:  # or as near as any step comes
-            bits = 8 * self.coded_bytes / values
+            bits, sizes = 8 * self.coded_bytes / values, {step.size for step in self._steps.values()}
             if bits > most:
-                return max(self._measured) >= coarsest
-            return bits >= (1 - NEAR) * aim or min(self._measured) <= finest
+                return sizes == {coarsest}
+            return bits >= (1 - NEAR) * aim or sizes == {finest}
 
         def take(rounds: int, close: float) -> None:
             tried = {size: sum(bits.values()) / values for size, bits in self._bits.items()}

@@ -322,9 +322,9 @@ def _write(
 
 def _write_tasks(writer: MergeWriter, stage: Path, out: Path, sources: list, size: int | None) -> MergeReport:
     """Writes the new tasks of a merge and its card. Raises CheckpointError if the folder cannot have this size."""
-    uncoded = None  # bytes of the folder besides the coded changes, once measured
+    uncoded = 0  # bytes of the folder besides the coded changes: the most that were measured, as reports vary in length
     for _ in range(PASSES):
-        writer.write_tasks(uncoded)
+        writer.write_tasks(uncoded or None)
         finished = report(stage)
         write_card(
             stage,
@@ -343,11 +343,12 @@ def _write_tasks(writer: MergeWriter, stage: Path, out: Path, sources: list, siz
             return finished
         files = [stage / path for path in scan(stage)]
         files += [] if has_card(stage) else [out / CARD]  # which the folder keeps
-        uncoded = sum(path.stat().st_size for path in files if path.is_file()) - writer.coded_bytes
-        if (1 - 2 * NEAR) * (size - uncoded) <= writer.coded_bytes <= size - uncoded:
+        total = sum(path.stat().st_size for path in files if path.is_file())
+        uncoded = max(uncoded, total - writer.coded_bytes)
+        if (1 - 2 * NEAR) * (size - uncoded) <= writer.coded_bytes and total <= size:
             return finished
-    assert size is not None and uncoded is not None
-    if uncoded + writer.coded_bytes > size:
+    assert size is not None
+    if total > size:
         least = USEFUL_BITS / 8 * sum(task.parameters for task in finished.tasks)
         raise CheckpointError(
             f"A folder of {size} bytes is too small: all but the coded changes (heads, tokenizers, names) takes {uncoded} "

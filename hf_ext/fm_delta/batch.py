@@ -36,6 +36,7 @@ from hf_ext.storage.prefetch import at_most_cores, cores, progress
 
 RECORD = "compress_all.json"  # in the folder of the compressed models
 IMPORTS = threading.Lock()
+SOURCE = "\0"  # in a reason, the place of the source's path
 
 
 @dataclass(frozen=True)
@@ -86,10 +87,10 @@ class BatchReport:
             state = "failed" if model.error else "skipped" if model.skipped else "verified" if model.verified else "done"
             rows.append((model.name, *_figures([model]), model.base or "–", state))
             if reason := model.error or model.skipped or model.note:
-                reasons.setdefault(reason.replace(model.source, "FOLDER"), []).append(model)
+                reasons.setdefault(reason.replace(model.source, SOURCE), []).append(model)
         notes = []
         for reason, models in reasons.items():
-            names, text = ", ".join(model.name for model in models), reason.replace("FOLDER", models[0].source)
+            names, text = ", ".join(model.name for model in models), reason.replace(SOURCE, models[0].source)
             notes.append(f"{names}: {text}{' (the others likewise)' if len(models) > 1 and text != reason else ''}")
         header = ("model", "original", "compressed", "ratio", "seconds", "base", "state")
         return "\n\n".join([table(header, rows), *notes, self.summary()])

@@ -161,7 +161,7 @@ def report_of(opened: Sequence[tuple[str, CompressedFile]]) -> CheckpointReport:
         for place, file in opened
         for name, header in sorted(file.headers.items(), key=lambda item: _natural(item[0]))
     ]
-    place, first = opened[0]
+    place, first = next((pair for pair in opened if pair[1].base), opened[0])
     files, (base, revision) = [file for _, file in opened], base_of(first, first.path.parent)
     if base and place:  # a component: names the base of the pipeline, as seen from the pipeline's folder
         base = base.removesuffix(f"/{place}").removeprefix("../" if base.startswith(os.pardir) else "")

@@ -225,16 +225,16 @@ def absolute(name: str | os.PathLike) -> str:
 
 def name_from(folder: Path, base: str) -> str:
     """Returns the name by which a folder records its base, which is an absolute path or a Hub id: a relative path if the base,
-    or the pipeline that it is a component of, lies beside the folder or beside the one above, so that all can move together."""
-    if not os.path.isabs(base):
-        return base
+    or the pipeline that it is a component of, lies beside the folder or one above it, so that all can move together."""
     place, name = os.path.split(base)
+    beside = [(place, name, 2)]
     if os.path.exists(os.path.join(place, PIPELINE)):
-        place, pipeline = os.path.split(place)
-        name = os.path.join(pipeline, name)
-    parent = Path(os.path.realpath(folder)).parent
-    above = {str(parent.parent): os.path.join(os.pardir, os.pardir), str(parent): os.pardir}.get(os.path.realpath(place))
-    return os.path.join(above, name) if above else base
+        beside.append((os.path.dirname(place), os.path.join(os.path.basename(place), name), 3))
+    for place, name, levels in beside if os.path.isabs(base) else ():
+        for level, above in enumerate(Path(os.path.realpath(folder)).parents[:levels], 1):
+            if os.path.realpath(place) == str(above):
+                return os.path.join(*[os.pardir] * level, name)
+    return base
 
 
 def absolute_path(path: str | os.PathLike) -> str:

@@ -93,7 +93,7 @@ def open_base(
         return NoBase()
     if not isinstance(name, str | os.PathLike) or not isinstance(revision, str | None):
         raise BaseModelError(f"{name!r} at revision {revision!r} is not a valid name for the base {recorded}. {MOVED}")
-    if os.path.isdir(folder / name):
+    if is_beside or os.path.isdir(folder / name):
         name = absolute_path(folder / name)
     if hub.cache_dir is None and (snapshot := snapshot_of(folder)) is not None:
         hub = hub._replace(cache_dir=snapshot.parents[2])
@@ -140,6 +140,7 @@ def rebase(folder: Path, base: str | os.PathLike) -> None:
         places = [place for place in models_in(folder) if storage_settings(folder / place).get("quant_method") in ENCODINGS]
         if not places:
             raise CheckpointError(f"{folder} holds no compressed model and no merge, or its {CONFIG} does not say so.")
+        places = [place for place in places if storage_settings(folder / place).get("base")] or places
         bases = {place: open_base(open_files(folder / place), within(absolute(base), place)) for place in places}
         for place, source in bases.items():
             if source.name != within(absolute(base), place):  # it was found in a folder of BASES
@@ -157,19 +158,21 @@ def record_base(folder: Path, name: str, revision: str | None) -> None:
 
 def _moved_base(recorded: BaseInfo, is_beside: bool) -> Checkpoint | None:
     """Returns the checkpoint with the fingerprint of a base that is not where config.json says: one in the folders of
-    `BASES`, or, if config.json names it by its place beside the folder, that at the absolute path in the weights' files."""
-    listed = [Path(place) for place in os.environ.get(BASES, "").split(os.pathsep) if place]
+    `BASES`, or, if config.json names it by its place beside the folder, that at the absolute path in the weights' files.
+    Prefers a plain one to one that needs a base in turn. Merges record the fingerprint of their base, so they do not count."""
+    listed = [Path(place).absolute() for place in os.environ.get(BASES, "").split(os.pathsep) if place]
     places = [Path(recorded.name)] if is_beside and os.path.isabs(recorded.name) else []
     for folder in listed:  # the last are components of pipelines
         models = sorted(folder.glob("*"))
         places += [folder, *models, *(model / Path(recorded.name).name for model in models)]
+    found: list[Checkpoint] = []
     for place in places:
         with contextlib.suppress(HfExtError, OSError):  # it holds no model, or one that cannot be read
             weights = Checkpoint(place)
             source = weights if weights.kind is Kind.PLAIN else open_shards(weights.files)[0]
-            if source.fingerprint == recorded.fingerprint:
-                return weights
-    return None
+            if source.fingerprint == recorded.fingerprint and weights.kind is not Kind.MERGE:
+                found.append(weights)
+    return min(found, key=lambda weights: weights.kind is not Kind.PLAIN, default=None)
 
 
 def require_depth(base: TensorSource) -> None:

@@ -196,6 +196,16 @@ def test_a_folder_takes_at_most_the_size_that_was_asked_for(tmp_path):
     assert written(advised) <= advised < 30_000
 
 
+def test_the_size_that_an_error_advises_is_enough(tmp_path):
+    base = {f"layers.{i}.weight": torch.randn(128, 128).bfloat16() for i in range(4)}
+    write_folder(tmp_path / "base", base)
+    tasks = {name: write_folder(tmp_path / name, fine_tune(base, seed)) for seed, name in enumerate("abc", 1)}
+    with pytest.raises(CheckpointError, match="is too small") as error:
+        emr.merge(tmp_path / "base", tasks, tmp_path / "out", size=3000, accept_conflicts=True)
+    advised = int(re.search(r"Give at least (\d+) bytes", str(error.value))[1])
+    emr.merge(tmp_path / "base", tasks, tmp_path / "out", size=advised, accept_conflicts=True)
+
+
 def forge(folder, task) -> None:
     """Damages the last coded change of a task's file, with the checksums of what is stored computed again."""
     file = TaskFile(folder / f"task-{task}" / "modulators.safetensors")
@@ -263,6 +273,21 @@ def test_the_tasks_that_stay_keep_all_bits(tmp_path, base, tasks, method):
         model.set_task(gone)  # the old folder is still there
     with pytest.raises(CheckpointError, match="There is no task 'x'"):
         emr.remove_task(whole, "x", tmp_path / "none")
+
+
+def test_no_merge_is_written_from_a_base_that_changed(tmp_path):
+    base = {"up.weight": torch.randn(64, 64), "norm.weight": torch.ones(64)}
+    coded_alone(tmp_path, base, fine_tune(base), bits=8)
+    base["up.weight"][10, 0] += 1  # a value outside the fingerprint
+    write_folder(tmp_path / "base", base)
+    for change in (
+        lambda: emr.rename_task(tmp_path / "out", "t", "u", tmp_path / "new"),
+        lambda: emr.add_task(tmp_path / "out", {"u": tmp_path / "task"}, tmp_path / "new"),
+        lambda: emr.verify(tmp_path / "out"),
+    ):
+        with pytest.raises(BaseModelError, match="'up.weight' of the base .* has changed"):
+            change()
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_renamed_task_keeps_all_bits_and_its_place(tmp_path, mixed):

@@ -130,6 +130,40 @@ def test_a_pipeline_moves_with_its_base_or_finds_it(tmp_path, monkeypatch):
     assert fm_delta.verify(tmp_path / "moved/small") > 5
 
 
+def test_folders_of_pipelines_move_with_their_bases(tmp_path):
+    pipelines, work = tmp_path / "pipelines", tmp_path / "work"
+    pipeline(model("unet")).save_pretrained(work / "base")
+    shutil.copytree(work / "base", pipelines / "one")
+    fm_delta.compress_all(pipelines, work / "small", work / "base")
+    src, base = pair(work / "base/more")  # in the folder of a pipeline
+    fm_delta.compress_checkpoint(src, base, work / "base/more/small")
+    work.rename(tmp_path / "moved")
+    for place in ("small/one", "base/more/small"):
+        assert fm_delta.verify(tmp_path / "moved" / place) > 1
+
+
+def test_a_stranger_where_a_command_runs_is_not_the_base(stored, tmp_path, monkeypatch):
+    small, base, method = stored
+    (tmp_path / "far").mkdir()
+    moved = small.rename(tmp_path / "far/small")
+    write_folder(tmp_path / base.name, weights(seed=5))
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")  # `../base` is the stranger's folder
+    assert method.verify(moved) > 5
+
+
+def test_a_merge_and_a_copy_without_its_base_hide_no_base(tmp_path, monkeypatch):
+    small, base = compressed(tmp_path / "work")
+    places = tmp_path / "bases"
+    emr.merge(base, {"a": tmp_path / "work/tuned"}, places / "a-merge", bits=8, accept_conflicts=True)
+    fm_delta.compress_checkpoint(base, tmp_path / "work/tuned", places / "b-compressed")
+    shutil.rmtree(tmp_path / "work/tuned")
+    shutil.move(base, places / "c-plain")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(BASES, "bases")
+    assert fm_delta.verify(small) > 5
+
+
 def test_rebase_rejects_all_but_the_same_model(stored, tmp_path, monkeypatch):
     small, base, _ = stored
     before = contents(small)
