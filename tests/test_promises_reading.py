@@ -273,6 +273,7 @@ WRONG: dict[tuple[str, ...], dict[str, tuple]] = {
         "no config": (CONFIG, Path.unlink, "holds no merge|Unrecognized model"),
     },
     (*READERS,): {
+        "a value of the base": (BASE, rewrite(one_value), CHANGED, *NO_BASE),
         "another base": (BASE, another_model, ANOTHER, *NO_BASE),
         "base of other names": (BASE, rewrite(lambda tensors: weights()), ANOTHER, *NO_BASE),
         "base of other shapes": (BASE, rewrite(twice), ANOTHER, *NO_BASE),
@@ -285,7 +286,6 @@ WRONG: dict[tuple[str, ...], dict[str, tuple]] = {
         "a merge": (CONFIG, settings(base="../again-emr"), "again-emr' of .* holds several models", *GIVEN),
     },
     ("emr",): {"elected of another merge": (WEIGHTS, replace, "belongs to another merge than the weights", "report")},
-    ("small", "emr", "switch"): {"a value of the base": (BASE, rewrite(one_value), CHANGED, *NO_BASE)},
 }
 
 
