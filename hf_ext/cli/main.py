@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> Any:
     """Runs a command line, by default that of the process, and returns the exit code. Without arguments, prints the help as
     `--help` does; the exit code is then 2, as that of `hf`."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # on a CPU, it warns of an optional kernel when PEFT imports it
+    logging.getLogger("bitsandbytes.backends.cpu").setLevel(logging.ERROR)  # warns of an optional kernel when PEFT imports it
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # for encodings that lack letters of our tables

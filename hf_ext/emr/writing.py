@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -152,10 +151,11 @@ class MergeWriter(ExitStack):
         if not tensor.voters:
             return tensor.holder.tensors.read(name)
         dtype, width = tensor.dtype, WIDTHS[tensor.dtype]
-        base, values = self.base.read(tensor.twin), math.prod(tensor.shape)
         if self.merged and name in self.merged.elected:
-            base = replace(base, dtype=dtype, data=self.merged.parts.checked_base(name))
-        base_width = WIDTHS[base.dtype]
+            base = RawTensor(dtype, tensor.shape, self.merged.parts.checked_base(name))
+        else:
+            base = self.base.read(tensor.twin)
+        base_width, values = WIDTHS[base.dtype], math.prod(tensor.shape)
         voters = [model for model in tensor.voters if model in self.elected]
         weights = [model.tensors.read(name) for model in voters]
         if voters and not self.merged:

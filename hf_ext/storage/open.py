@@ -165,14 +165,16 @@ def _moved_base(recorded: BaseInfo, is_beside: bool) -> Checkpoint | None:
     for folder in listed:  # the last are components of pipelines
         models = sorted(folder.glob("*"))
         places += [folder, *models, *(model / Path(recorded.name).name for model in models)]
-    found: list[Checkpoint] = []
+    compressed = None
     for place in places:
         with contextlib.suppress(HfExtError, OSError):  # it holds no model, or one that cannot be read
             weights = Checkpoint(place)
             source = weights if weights.kind is Kind.PLAIN else open_shards(weights.files)[0]
-            if source.fingerprint == recorded.fingerprint and weights.kind is not Kind.MERGE:
-                found.append(weights)
-    return min(found, key=lambda weights: weights.kind is not Kind.PLAIN, default=None)
+            if source.fingerprint == recorded.fingerprint and weights.kind is Kind.PLAIN:
+                return weights
+            if source.fingerprint == recorded.fingerprint and weights.kind is Kind.COMPRESSED:
+                compressed = compressed or weights
+    return compressed
 
 
 def require_depth(base: TensorSource) -> None:

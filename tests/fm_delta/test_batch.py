@@ -17,7 +17,7 @@ from tiny_checkpoints import assert_restored, contents, fine_tune, weights, writ
 from hf_ext import BaseModelError, CheckpointError, CorruptFileError, fm_delta
 from hf_ext.cli.main import main
 from hf_ext.fm_delta import batch
-from hf_ext.fm_delta.batch import RECORD
+from hf_ext.fm_delta.batch import RECORD, BatchReport, ModelResult
 from hf_ext.storage import prefetch
 
 NAMES = ["one", "three", "two"]
@@ -130,6 +130,11 @@ def test_a_model_without_config_json_is_noted(folder):
     (folder / "models/two/config.json").unlink()
     report = compress(folder)
     assert not report.failed and f"two: {folder / 'models/two'} has no config.json" in str(report)
+
+
+def test_reasons_name_paths_as_they_are():
+    error = "/FOLDER/base is not the base of /FOLDER/one"
+    assert f"one: {error}\n" in str(BatchReport([ModelResult("one", "/FOLDER/one", error=error)]))
 
 
 # ---- what goes wrong -------------------------------------------------------------------------------------------------

@@ -142,6 +142,14 @@ def test_folders_of_pipelines_move_with_their_bases(tmp_path):
         assert fm_delta.verify(tmp_path / "moved" / place) > 1
 
 
+def test_a_pipeline_of_which_a_component_has_no_base_is_rebased(tmp_path):
+    small, base = compressed_pipeline(tmp_path / "work")
+    shutil.rmtree(small / "text_encoder")
+    fm_delta.compress_checkpoint(base / "text_encoder", None, small / "text_encoder")
+    rebase(small, base)
+    assert fm_delta.inspect(small).base == "../elsewhere" and fm_delta.verify(small) > 5
+
+
 def test_a_stranger_where_a_command_runs_is_not_the_base(stored, tmp_path, monkeypatch):
     small, base, method = stored
     (tmp_path / "far").mkdir()
